@@ -1,0 +1,107 @@
+"""Frozen settings, one dataclass per concern. The only reader of os.environ."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from moet.errors import ConfigError
+
+KVDtype = Literal["fp32", "bf16", "fp8", "nvfp4"]
+Precision = Literal["w2", "fp4"]
+Rounding = Literal["none", "deployed"]
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ConfigError(message)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSettings:
+    """How the model's numbers are treated.
+
+    rounding "deployed" rounds activations, KV rows and index keys as the checkpoints were trained
+    for; "none" computes in fp32 without it. arch "reference" is torch on the CPU.
+    """
+
+    arch: str = "reference"
+    rounding: Rounding = "deployed"
+    precision: Precision = "w2"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheConfig:
+    """KV pages, resume snapshots and the prefix cache."""
+
+    kv_dtype: KVDtype = "fp8"
+    budget_bytes: int = 256 << 20  # device bytes for pages
+    host_budget_bytes: int = 256 << 20  # host bytes for the pages of preempted sequences
+    snapshot_budget_bytes: int = 64 << 20  # resume snapshots of the prefix cache
+    prefix_cache: Literal["on", "exact", "off"] = "on"  # "exact" keeps prefill-written pages only
+
+    def __post_init__(self) -> None:
+        _require(
+            self.budget_bytes > 0, f"--kv-cache-memory is {self.budget_bytes}; it must be positive"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerConfig:
+    """How much runs at once and how much may wait."""
+
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 2048  # rows of one step
+    max_model_len: int | None = None  # None: what the model and the pages allow
+    max_queued_requests: int = 1024
+    max_queued_tokens: int = 4_000_000
+    snapshot_interval: int = 4096  # tokens between resume snapshots of a long prompt
+    overlap: bool = True  # launch step n+1 before the results of step n are read
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_queued_requests"):
+            value = getattr(self, name)
+            flag = "--" + name.replace("_", "-")
+            _require(value >= 1, f"{flag} is {value}; it must be at least 1")
+        _require(
+            self.max_num_batched_tokens >= self.max_num_seqs,
+            f"--max-num-batched-tokens {self.max_num_batched_tokens} is below --max-num-seqs "
+            f"{self.max_num_seqs}; every running sequence needs a row per step",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """Everything the engine core needs to build itself: a model folder (checkpoint or pack)."""
+
+    model: str
+    settings: ModelSettings = field(default_factory=ModelSettings)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    seed: int = 0  # for requests that bring none
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerConfig:
+    """The HTTP surface."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_names: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = ()
+    max_body_bytes: int = 64 << 20
+    shutdown_timeout_s: float = 30.0
+    keep_alive_s: float = 15.0  # silence on a stream before a comment is sent
+
+
+def cache_dir() -> Path:
+    """Where converted packs and the demo model live: $MOET_CACHE_DIR or ~/.cache/moet."""
+    base = os.environ.get("MOET_CACHE_DIR")
+    return Path(base) if base else Path.home() / ".cache" / "moet"
+
+
+def api_keys_from_environment() -> tuple[str, ...]:
+    """Keys in $MOET_API_KEY, separated by commas."""
+    return tuple(key for key in os.environ.get("MOET_API_KEY", "").split(",") if key)

@@ -1,0 +1,1 @@
+"""Functions on tensors: each op's contract and reference in torch, and its accelerated forms."""

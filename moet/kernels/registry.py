@@ -1,0 +1,71 @@
+"""One table of implementations per op: a torch reference, which is the contract, and accelerated forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, ParamSpec, TypeVar
+
+from moet.errors import UnsupportedError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Impl(Generic[P, R]):
+    """One accelerated form: `supports(arch=..., ...)` says for which binding facts it may be used."""
+
+    name: str
+    supports: Callable[..., bool]
+    fn: Callable[P, R]
+
+
+class Op(Generic[P, R]):
+    """A function on tensors. Calling it runs the reference; `bind` chooses an implementation once."""
+
+    def __init__(self, reference: Callable[P, R], tolerance: float) -> None:
+        self.reference = reference
+        self.tolerance = tolerance
+        self.name = reference.__name__
+        self.impls: list[Impl[P, R]] = []
+        self.__doc__ = reference.__doc__
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self.reference(*args, **kwargs)
+
+    def impl(
+        self, name: str, *, supports: Callable[..., bool]
+    ) -> Callable[[Callable[P, R]], Callable[P, R]]:
+        """Register an accelerated form; earlier registrations are preferred."""
+
+        def register(fn: Callable[P, R]) -> Callable[P, R]:
+            self.impls.append(Impl(name, supports, fn))
+            return fn
+
+        return register
+
+    def bind(self, *, arch: str, **facts: Any) -> Callable[P, R]:
+        """Return the first implementation that supports arch and facts; `arch="reference"` is torch.
+
+        Raises UnsupportedError naming what was tried; never falls back in silence.
+        """
+        if arch == "reference":
+            return self.reference
+        for impl in self.impls:
+            if impl.supports(arch=arch, **facts):
+                return impl.fn
+        tried = ", ".join(impl.name for impl in self.impls) or "none exist"
+        raise UnsupportedError(
+            f"no implementation of {self.name} for arch={arch} {facts}; tried: {tried}. "
+            'arch="reference" runs it in torch.'
+        )
+
+
+def op(*, tolerance: float) -> Callable[[Callable[P, R]], Op[P, R]]:
+    """Make a torch function an op. `tolerance`: max relative error allowed to accelerated forms."""
+
+    def decorate(reference: Callable[P, R]) -> Op[P, R]:
+        return Op(reference, tolerance)
+
+    return decorate

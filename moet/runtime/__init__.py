@@ -1,0 +1,1 @@
+"""Everything that owns memory or time: sequences, pages, scheduling, the engine."""

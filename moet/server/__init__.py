@@ -1,0 +1,1 @@
+"""HTTP only: routes, schemas, chat encodings and output parsers."""

@@ -1,0 +1,87 @@
+"""Nouns shared by packages: what a request asks for and what a step reports. No behaviour."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How to turn logits into tokens, and when to stop.
+
+    Every field acts on token level except `stop`, which the text side applies. `top_k` 0 means
+    off. `seed` None lets the engine draw one. `logprobs` is the number of alternatives to report
+    per generated token (0: only the chosen one; None: nothing); `prompt_logprobs` likewise for the
+    prompt. `max_tokens` None means the rest of the window.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    max_tokens: int | None = None
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence to generate, as it travels to the engine core.
+
+    `eos_token_ids` end the sequence unless `params.ignore_eos`. Lower `priority` runs first.
+    `cache_salt` separates prefix-cache entries; equal salts may share pages.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    eos_token_ids: tuple[int, ...] = ()
+    priority: int = 0
+    cache_salt: str = ""
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities at one position: the chosen token first, then the alternatives by rank."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int  # of the chosen token among all of the vocabulary, 1 = most likely
+
+
+class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step did for one request.
+
+    `token_ids` are the new tokens, in order; `logprobs` has one entry per token if asked for.
+    The event with a `finish_reason` is the last one; `stop_token_id` is the id that ended the
+    sequence, and it is the last of `token_ids`. `prompt_logprobs` (entry 0 is None) and
+    `num_cached_tokens` come with the first event. `error` explains FinishReason.ERROR.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None
