@@ -1,4 +1,4 @@
-"""Routed experts: router scores, and the mixture over experts that are read through a slot table."""
+"""Routed experts: router scores, and the mixture over experts read through a slot table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One table of implementations per op: a torch reference, which is the contract, and accelerated forms."""
+"""One table of implementations per op: a torch reference, the contract, and accelerated forms."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Impl(Generic[P, R]):
-    """One accelerated form: `supports(arch=..., ...)` says for which binding facts it may be used."""
+    """One accelerated form; `supports(arch=..., ...)` says for which facts it may be used."""
 
     name: str
     supports: Callable[..., bool]
@@ -22,7 +22,7 @@ class Impl(Generic[P, R]):
 
 
 class Op(Generic[P, R]):
-    """A function on tensors. Calling it runs the reference; `bind` chooses an implementation once."""
+    """A function on tensors. Calling it runs the reference; `bind` chooses a form once."""
 
     def __init__(self, reference: Callable[P, R], tolerance: float) -> None:
         self.reference = reference
@@ -46,7 +46,9 @@ class Op(Generic[P, R]):
         return register
 
     def bind(self, *, arch: str, **facts: Any) -> Callable[P, R]:
-        """Return the first implementation that supports arch and facts; `arch="reference"` is torch.
+        """Return the first implementation that supports arch and facts.
+
+        `arch="reference"` is torch, asked for by name.
 
         Raises UnsupportedError naming what was tried; never falls back in silence.
         """

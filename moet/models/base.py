@@ -36,7 +36,7 @@ class ForwardInput:
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """logits: [num_logits, vocab_size] fp32. hidden_states: [num_tokens, ...], what a drafter reads."""
+    """logits: [num_logits, vocab_size] fp32. hidden_states: [num_tokens, ...], for a drafter."""
 
     logits: Tensor
     hidden_states: Tensor
