@@ -1,0 +1,302 @@
+"""Logits and sampling parameters to token ids. Knows nothing of sequences, pages or text.
+
+The parameters of a row act in this order, each on the result of the one before:
+
+1. repetition_penalty (prompt and output tokens), then frequency_penalty and presence_penalty
+   (output tokens);
+2. logit_bias is added; tokens outside allowed_token_ids are removed;
+3. while fewer than min_tokens are generated, the tokens that would end the sequence are removed
+   (unless nothing else is allowed);
+4. temperature 0 takes the largest logit, the lowest id among equals, and is done;
+5. logits are divided by temperature;
+6. top_k keeps the k largest, the lower id among equals;
+7. top_p keeps the fewest of these, largest first, that hold at least that share of their mass;
+8. min_p keeps tokens of at least that share of the largest probability;
+9. one token is drawn in proportion to what is left, by a number that is a function of
+   (seed, position) alone.
+
+Reported log-probabilities are those of the raw logits, before step 1. A row's result does not
+depend on the other rows, bit for bit: the parameters of a row alone choose the operations that it
+goes through, and each of them works row by row in a fixed order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moet.types import SamplingParams, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """token_ids: [n] int64. logprobs: one entry per row, None where none were asked for."""
+
+    token_ids: Tensor
+    logprobs: list[TokenLogprobs | None]
+
+
+class SamplerState:
+    """What sampling needs to know of each sequence slot, as tensors beside the logits.
+
+    `last_token` [num_slots] int64 is the newest token of each slot: the next step may read it
+    before the host knows it. Counts are kept only for slots whose parameters need them.
+    """
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
+        def per_slot(dtype: torch.dtype) -> Tensor:
+            return torch.zeros(num_slots, dtype=dtype, device=device)
+
+        def per_token(dtype: torch.dtype) -> Tensor:  # zero pages cost nothing until written
+            return torch.zeros(num_slots, vocab_size, dtype=dtype, device=device)
+
+        self.vocab_size = vocab_size
+        self.last_token = per_slot(torch.int64)
+        self._params: list[SamplingParams | None] = [None] * num_slots
+        self._seed = per_slot(torch.int64)
+        self._temperature = per_slot(torch.float32)
+        self._top_k = per_slot(torch.int64)
+        self._top_p = per_slot(torch.float64)
+        self._min_p = per_slot(torch.float32)
+        self._presence = per_slot(torch.float32)
+        self._frequency = per_slot(torch.float32)
+        self._repetition = per_slot(torch.float32)
+        self._may_end_from = per_slot(torch.int64)  # first position whose row may end the sequence
+        self._output_counts = per_token(torch.int32)
+        self._in_prompt = per_token(torch.bool)
+        self._bias = per_token(torch.float32)
+        self._ends = per_token(torch.bool)
+
+    def admit(
+        self,
+        slot: int,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        output_token_ids: Sequence[int],
+        eos_token_ids: Sequence[int],
+        seed: int,
+    ) -> None:
+        """Put a sequence into a free slot; output_token_ids are what a resumed one has generated.
+
+        params must have passed validate_params. seed is an int64.
+        """
+        assert self._params[slot] is None, f"slot {slot} is taken"
+        self._params[slot] = params
+        self._seed[slot] = seed
+        self._temperature[slot] = params.temperature
+        self._top_k[slot] = params.top_k if params.top_k > 0 else self.vocab_size
+        self._top_p[slot] = params.top_p
+        self._min_p[slot] = params.min_p
+        self.last_token[slot] = (list(output_token_ids) or list(prompt_token_ids) or [0])[-1]
+        if _has_penalty(params):
+            self._presence[slot] = params.presence_penalty
+            self._frequency[slot] = params.frequency_penalty
+            self._repetition[slot] = params.repetition_penalty
+            self._in_prompt[slot, self._ids(prompt_token_ids)] = True
+            outputs = self._ids(output_token_ids)
+            ones = torch.ones_like(outputs, dtype=torch.int32)
+            self._output_counts[slot].index_put_((outputs,), ones, accumulate=True)
+        if _has_bias(params):
+            if params.allowed_token_ids:
+                self._bias[slot] = float("-inf")
+                self._bias[slot, self._ids(params.allowed_token_ids)] = 0.0
+            for token_id, bias in params.logit_bias.items():
+                self._bias[slot, token_id] += bias
+        if params.min_tokens > 0:
+            self._may_end_from[slot] = len(prompt_token_ids) + params.min_tokens - 1
+            ends = set(params.stop_token_ids)
+            if not params.ignore_eos:
+                ends |= set(eos_token_ids)
+            if not params.allowed_token_ids or set(params.allowed_token_ids) - ends:
+                self._ends[slot, self._ids(sorted(ends))] = True
+
+    def release(self, slot: int) -> None:
+        """Free a slot and forget its sequence."""
+        params = self._params[slot]
+        assert params is not None, f"slot {slot} is free"
+        if _has_penalty(params):
+            self._output_counts[slot] = 0
+            self._in_prompt[slot] = False
+        if _has_bias(params):
+            self._bias[slot] = 0.0
+        if params.min_tokens > 0:
+            self._ends[slot] = False
+        self._params[slot] = None
+
+    def sample(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Sampled:
+        """Draw the next token of each row and remember it for the slot.
+
+        logits: [n, vocab_size] fp32, unchanged. slots: [n] int64, admitted and distinct.
+        positions: [n] int64, the position of the token whose row made the logits.
+        """
+        slot_list = slots.tolist()
+        rows = [self._row_params(slot) for slot in slot_list]
+        scores = self._adjust(logits, slot_list, positions, rows)
+        token_ids = scores.argmax(-1)  # documented to take the first of equals
+        plain = [i for i, p in enumerate(rows) if p.temperature > 0 and not _needs_sort(p)]
+        ranked = [i for i, p in enumerate(rows) if p.temperature > 0 and _needs_sort(p)]
+        if plain or ranked:
+            uniform = counter_uniform(self._seed[slots], positions)
+        if plain:
+            at = torch.tensor(plain, device=logits.device)
+            probs = self._floor(self._probs(scores[at], slots[at]), slots[at])
+            token_ids[at] = _draw(probs, uniform[at])
+        if ranked:
+            at = torch.tensor(ranked, device=logits.device)
+            ordered, ids = scores[at].sort(dim=-1, descending=True, stable=True)
+            probs = self._probs(ordered, slots[at])
+            probs = _truncate(probs, self._top_k[slots[at]], self._top_p[slots[at]])
+            drawn = _draw(self._floor(probs, slots[at]), uniform[at])
+            token_ids[at] = ids.gather(-1, drawn[:, None])[:, 0]
+        self.last_token[slots] = token_ids
+        self._count(slots, token_ids, rows)
+        return Sampled(token_ids, _report(logits, token_ids, [p.logprobs for p in rows]))
+
+    def check(self) -> None:
+        """Raise AssertionError if a free slot still holds counts, bias or end tokens."""
+        free = [slot for slot, params in enumerate(self._params) if params is None]
+        for tensor in (self._output_counts, self._in_prompt, self._bias, self._ends):
+            assert not tensor[free].any(), "a released slot was not cleared"
+
+    def _ids(self, token_ids: Sequence[int]) -> Tensor:
+        return torch.tensor(list(token_ids), dtype=torch.int64, device=self.last_token.device)
+
+    def _row_params(self, slot: int) -> SamplingParams:
+        params = self._params[slot]
+        assert params is not None, f"slot {slot} has no sequence"
+        return params
+
+    def _adjust(
+        self, logits: Tensor, slots: list[int], positions: Tensor, rows: list[SamplingParams]
+    ) -> Tensor:
+        """Steps 1-3; a copy if any row needs one."""
+        touched = [i for i, p in enumerate(rows) if _has_penalty(p) or _has_bias(p) or p.min_tokens]
+        if not touched:
+            return logits
+        scores = logits.clone()
+        for i in touched:
+            params, row, slot = rows[i], scores[i], slots[i]
+            if _has_penalty(params):
+                counts = self._output_counts[slot]
+                seen = self._in_prompt[slot] | (counts > 0)
+                repetition = self._repetition[slot]
+                scaled = torch.where(row > 0, row / repetition, row * repetition)
+                row = torch.where(seen, scaled, row)
+                row = row - counts * self._frequency[slot] - (counts > 0) * self._presence[slot]
+            if _has_bias(params):
+                row = row + self._bias[slot]
+            if params.min_tokens:
+                early = positions[i] < self._may_end_from[slot]
+                row = row.masked_fill(self._ends[slot] & early, float("-inf"))
+            scores[i] = row
+        return scores
+
+    def _probs(self, scores: Tensor, slots: Tensor) -> Tensor:
+        """Step 5: [m, vocab_size] fp32."""
+        top = scores.max(-1, keepdim=True).values  # taken off first: small temperatures stay finite
+        return ((scores - top) / self._temperature[slots][:, None]).softmax(-1)
+
+    def _floor(self, probs: Tensor, slots: Tensor) -> Tensor:
+        """Step 8, which needs no normalised row."""
+        floor = self._min_p[slots][:, None] * probs.max(-1, keepdim=True).values
+        return torch.where(probs >= floor, probs, 0.0)
+
+    def _count(self, slots: Tensor, token_ids: Tensor, rows: list[SamplingParams]) -> None:
+        counted = [i for i, params in enumerate(rows) if _has_penalty(params)]
+        if counted:
+            at = torch.tensor(counted, device=slots.device)
+            self._output_counts[slots[at], token_ids[at]] += 1
+
+
+def prompt_logprobs(
+    logits: Tensor, next_token_ids: Sequence[int], top_n: int
+) -> list[TokenLogprobs]:
+    """Log-probabilities of prompt tokens.
+
+    logits: [n, vocab_size] fp32, the rows before the tokens. next_token_ids: the n tokens that
+    follow them. top_n: alternatives beside the token itself.
+    """
+    return [
+        _token_logprobs(row, int(token_id), top_n)
+        for row, token_id in zip(logits, next_token_ids, strict=True)
+    ]
+
+
+def counter_uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+    """A number in [0, 1) for each (seed, position): [n] int64 each -> [n] fp64, 53 random bits.
+
+    Two rounds of the splitmix64 finaliser, the position mixed in between; no state anywhere.
+    """
+    mixed = _mix64(_mix64(seeds + _GOLDEN) ^ (positions * _GOLDEN))
+    return ((mixed >> 11) & (2**53 - 1)).double() * 2.0**-53
+
+
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+
+
+def _mix64(x: Tensor) -> Tensor:
+    """A bijection of 64 bits in which every input bit moves about half of the output bits."""
+    x = (x ^ ((x >> 30) & (2**34 - 1))) * (0xBF58476D1CE4E5B9 - 2**64)
+    x = (x ^ ((x >> 27) & (2**37 - 1))) * (0x94D049BB133111EB - 2**64)
+    return x ^ ((x >> 31) & (2**33 - 1))
+
+
+def _truncate(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Steps 6 and 7 on rows in descending order. probs: [m, vocab_size]; top_k, top_p: [m]."""
+    rank = torch.arange(probs.shape[-1], device=probs.device)
+    probs = torch.where(rank < top_k[:, None], probs, 0.0)
+    upto = probs.cumsum(-1, dtype=torch.float64)
+    before = upto - probs
+    keep = (before < top_p[:, None] * upto[:, -1:]) | (top_p[:, None] >= 1.0)
+    return torch.where(keep, probs, 0.0)
+
+
+def _draw(probs: Tensor, uniform: Tensor) -> Tensor:
+    """Step 9: the first index whose cumulated weight exceeds uniform times the sum. [m] int64."""
+    upto = probs.cumsum(-1, dtype=torch.float64)
+    drawn = torch.searchsorted(upto, uniform[:, None] * upto[:, -1:], right=True)[:, 0]
+    return drawn.clamp(max=probs.shape[-1] - 1)  # only a row of NaN gets past the end
+
+
+def _report(
+    logits: Tensor, token_ids: Tensor, wanted: list[int | None]
+) -> list[TokenLogprobs | None]:
+    return [
+        None if top_n is None else _token_logprobs(logits[i], int(token_ids[i]), top_n)
+        for i, top_n in enumerate(wanted)
+    ]
+
+
+def _token_logprobs(logits: Tensor, token_id: int, top_n: int) -> TokenLogprobs:
+    """The token itself, then the top_n most likely ones (it may be among them), ties by id."""
+    logprobs = logits.log_softmax(-1)
+    chosen = logprobs[token_id]
+    rank = 1 + int((logprobs > chosen).sum())
+    ids, values = [token_id], [float(chosen)]
+    if top_n > 0:
+        top_n = min(top_n, logprobs.shape[-1])
+        threshold = logprobs.topk(top_n).values[-1]
+        candidates = (logprobs >= threshold).nonzero()[:, 0]
+        best, order = logprobs[candidates].sort(descending=True, stable=True)
+        ids += candidates[order[:top_n]].tolist()
+        values += best[:top_n].tolist()
+    return TokenLogprobs(token_ids=ids, logprobs=values, rank=rank)
+
+
+def _has_penalty(params: SamplingParams) -> bool:
+    return (
+        params.presence_penalty != 0.0
+        or params.frequency_penalty != 0.0
+        or params.repetition_penalty != 1.0
+    )
+
+
+def _has_bias(params: SamplingParams) -> bool:
+    return bool(params.logit_bias or params.allowed_token_ids)
+
+
+def _needs_sort(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1.0
