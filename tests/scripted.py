@@ -11,8 +11,8 @@ from collections.abc import Callable
 from functools import partial
 
 from moet.errors import OverloadedError, RequestError
+from moet.runtime.host import Build, Progress
 from moet.runtime.messages import CoreInfo, CoreStats
-from moet.runtime.process import Build, Progress
 from moet.types import FinishReason, Request, TokenEvent, TokenLogprobs
 
 Script = Callable[[Request], list[int]]

@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from moet.errors import ConfigError, EngineDeadError, RequestError
-from moet.runtime.process import Host, ProcessHost, Progress, ThreadHost
+from moet.runtime.host import Host, Progress, ThreadHost
+from moet.runtime.process import ProcessHost
 from moet.types import FinishReason, Request, SamplingParams, TokenEvent
 from tests.scripted import builder, endless, faulty
 

@@ -1,0 +1,40 @@
+# make serve   an environment in .venv, then the demo model over HTTP (MODEL=folder for another)
+# make test    the same environment with the test tools, then the tests
+PYTHON ?= python3
+BIN := .venv/bin
+MODEL ?= demo
+ARGS ?=
+
+.PHONY: serve test lint format clean
+
+serve: .venv/installed
+	$(BIN)/moet serve $(MODEL) $(ARGS)
+
+test: .venv/installed-dev
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: .venv/installed-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy moet
+
+format: .venv/installed-dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv build dist *.egg-info
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+# Without an NVIDIA GPU, one torch release is pinned so that the CPU results stay comparable.
+.venv/installed: pyproject.toml | .venv/bin/python
+	$(BIN)/python -c "import torch" 2>/dev/null || command -v nvidia-smi >/dev/null \
+		|| $(BIN)/python -m pip install -q torch==2.13.0
+	$(BIN)/python -m pip install -q -e .
+	touch $@
+
+.venv/installed-dev: .venv/installed
+	$(BIN)/python -m pip install -q -e ".[dev]"
+	touch $@

@@ -1,0 +1,293 @@
+"""Hosts of an engine core, near side: submit, abort and ask from any thread, and hear of its end.
+
+`ThreadHost` runs the core on a thread of this process, `process.ProcessHost` in one of its own.
+Both run the same loop (`run_core`) and offer the same calls, so nothing above can tell them
+apart. A host knows messages, tickets and death; it knows nothing of text, tensors or HTTP.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from itertools import count
+from typing import Any, Literal, Protocol
+
+from moet.errors import EngineDeadError
+from moet.runtime.messages import (
+    Abort,
+    Accepted,
+    Answer,
+    Ask,
+    Closed,
+    Command,
+    CoreInfo,
+    CoreStats,
+    ErrorInfo,
+    Events,
+    Failed,
+    Loading,
+    Message,
+    Ready,
+    Refused,
+    Stop,
+    Submit,
+)
+from moet.types import FinishReason, Request, TokenEvent
+
+logger = logging.getLogger(__name__)
+
+HostState = Literal["loading", "ready", "dead", "closed"]
+Progress = Callable[[str, float], None]
+"""Called with a stage ("convert", "weights") and the done share of it, 0 to 1."""
+
+
+class Core(Protocol):
+    """What a host runs; `runtime.core.EngineCore` is the real one."""
+
+    @property
+    def has_work(self) -> bool: ...
+    def submit(self, request: Request) -> None: ...
+    def abort(self, request_id: str) -> None: ...
+    def step(self) -> list[TokenEvent]: ...
+    def stats(self) -> CoreStats: ...
+    def info(self) -> CoreInfo: ...
+    def check(self) -> None: ...
+    def shutdown(self) -> None: ...
+
+
+Build = Callable[[Progress], Core]
+"""Makes the core, reporting progress. For a ProcessHost it must be picklable."""
+
+
+class Inbox(Protocol):
+    """Where the loop gets its commands."""
+
+    def take(self, *, wait: bool) -> list[Command]:
+        """All commands that are there; with `wait`, at least one."""
+        ...
+
+
+def run_core(build: Build, inbox: Inbox, emit: Callable[[Message], None]) -> None:
+    """Build a core and step it until told to stop. Ends with one Closed or Failed message."""
+    try:
+        core = build(lambda stage, done: emit(Loading(stage, done)))
+    except Exception as error:
+        emit(Failed(ErrorInfo.of(error)))
+        return
+    try:
+        emit(Ready(core.info()))
+        _loop(core, inbox, emit)
+    except Exception as error:
+        logger.exception("the step loop has ended")
+        emit(Failed(ErrorInfo.of(error)))
+    else:
+        core.shutdown()
+        emit(Closed())
+
+
+def _loop(core: Core, inbox: Inbox, emit: Callable[[Message], None]) -> None:
+    while True:
+        for command in inbox.take(wait=not core.has_work):
+            if isinstance(command, Stop):
+                return
+            _obey(core, command, emit)
+        if core.has_work:
+            events = core.step()
+            if events:
+                emit(Events(events))
+            if not core.has_work:
+                core.check()
+
+
+def _obey(core: Core, command: Submit | Abort | Ask, emit: Callable[[Message], None]) -> None:
+    if isinstance(command, Abort):
+        core.abort(command.request_id)
+        return
+    try:
+        if isinstance(command, Submit):
+            core.submit(command.request)
+            emit(Accepted(command.ticket))
+        else:
+            emit(Answer(command.ticket, core.stats()))
+    except Exception as error:  # a refusal belongs to the one who asked
+        emit(Refused(command.ticket, ErrorInfo.of(error)))
+
+
+class Host:
+    """The near side of a core: submit, abort and ask from any thread; events come to `deliver`.
+
+    `deliver` runs on the host's own thread and must not block. When the core dies, every open
+    request gets a final event with FinishReason.ERROR, then `on_death` is called once.
+    """
+
+    def __init__(self) -> None:
+        self.state: HostState = "loading"
+        self.stage: tuple[str, float] = ("start", 0.0)
+        self.error: Exception | None = None
+        self.ready: Future[CoreInfo] = Future()
+        self._lock = threading.Lock()
+        self._ticket_numbers = count()
+        self._tickets: dict[int, tuple[Future[Any], str]] = {}  # with the request's id
+        self._open: set[str] = set()
+        self._deliver: Callable[[list[TokenEvent]], None] = lambda events: None
+        self._on_death: Callable[[], None] = lambda: None
+
+    def start(
+        self,
+        deliver: Callable[[list[TokenEvent]], None],
+        on_death: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Begin to build the core; returns at once. `ready` resolves when it takes requests."""
+        self._deliver = deliver
+        self._on_death = on_death
+        self._launch()
+
+    def submit(self, request: Request) -> Future[None]:
+        """Hand a request over; the future resolves when it is queued, or raises its refusal."""
+        with self._lock:
+            self._require_alive()
+            self._open.add(request.request_id)
+            ticket, future = self._new_ticket(request.request_id)
+        self._send(Submit(ticket, request))
+        return future
+
+    def abort(self, request_id: str) -> None:
+        """Stop a request; no later event of it is delivered. Unknown ids are ignored."""
+        with self._lock:
+            known = request_id in self._open
+            self._open.discard(request_id)
+            alive = self.state in ("loading", "ready")
+        if known and alive:
+            self._send(Abort(request_id))
+
+    def stats(self) -> Future[CoreStats]:
+        """The core's counters, taken between two steps."""
+        with self._lock:
+            self._require_alive()
+            ticket, future = self._new_ticket("")
+        self._send(Ask(ticket))
+        return future
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """End the core. Open requests end with an error event. Idempotent."""
+        with self._lock:
+            running = self.state in ("loading", "ready")
+        if running:
+            self._send(Stop())
+        self._join(timeout_s)
+        self._end("closed", None)
+
+    def _launch(self) -> None:
+        raise NotImplementedError
+
+    def _send(self, command: Command) -> None:
+        raise NotImplementedError
+
+    def _join(self, timeout_s: float) -> None:
+        raise NotImplementedError
+
+    def _require_alive(self) -> None:
+        if self.state in ("dead", "closed"):
+            raise EngineDeadError(f"the engine is {self.state}: {self.error or 'it was shut down'}")
+
+    def _new_ticket(self, request_id: str) -> tuple[int, Future[Any]]:
+        ticket = next(self._ticket_numbers)
+        future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()  # nobody else may cancel it
+        self._tickets[ticket] = future, request_id
+        return ticket, future
+
+    def _take_ticket(self, ticket: int) -> tuple[Future[Any], str]:
+        with self._lock:
+            return self._tickets.pop(ticket, (Future(), ""))  # closed meanwhile: answer nobody
+
+    def _handle(self, message: Message) -> None:
+        """Take one message of the core; runs on the host's thread."""
+        match message:
+            case Events(events):
+                self._pass_on(events)
+            case Loading(stage, done):
+                self.stage = (stage, done)
+            case Ready(info):
+                self.state = "ready"
+                self.ready.set_result(info)
+            case Accepted(ticket):
+                self._take_ticket(ticket)[0].set_result(None)
+            case Answer(ticket, stats):
+                self._take_ticket(ticket)[0].set_result(stats)
+            case Refused(ticket, error):
+                future, request_id = self._take_ticket(ticket)
+                with self._lock:
+                    self._open.discard(request_id)
+                future.set_exception(error.exception())
+            case Failed(error):
+                self._end("dead", error.exception())
+            case Closed():
+                self._end("closed", None)
+
+    def _pass_on(self, events: list[TokenEvent]) -> None:
+        with self._lock:
+            events = [event for event in events if event.request_id in self._open]
+            for event in events:
+                if event.finish_reason is not None:
+                    self._open.discard(event.request_id)
+        if events:
+            self._deliver(events)
+
+    def _end(self, state: Literal["dead", "closed"], error: Exception | None) -> None:
+        """Answer everything that is still open, once."""
+        with self._lock:
+            if self.state in ("dead", "closed"):
+                return
+            self.state, self.error = state, error
+            tickets, self._tickets = self._tickets, {}
+            request_ids, self._open = self._open, set()
+        reason = str(error) if error else "the engine was shut down"
+        if not self.ready.done():
+            self.ready.set_exception(error or EngineDeadError(reason))
+        for future, _ in tickets.values():
+            future.set_exception(EngineDeadError(reason))
+        if request_ids:
+            self._deliver([_error_event(request_id, reason) for request_id in request_ids])
+        if state == "dead":
+            self._on_death()
+
+
+def _error_event(request_id: str, reason: str) -> TokenEvent:
+    return TokenEvent(
+        request_id=request_id, token_ids=[], finish_reason=FinishReason.ERROR, error=reason
+    )
+
+
+class _QueueInbox:
+    def __init__(self) -> None:
+        self.queue: queue.SimpleQueue[Command] = queue.SimpleQueue()
+
+    def take(self, *, wait: bool) -> list[Command]:
+        commands = [self.queue.get()] if wait else []
+        while not self.queue.empty():
+            commands.append(self.queue.get())
+        return commands
+
+
+class ThreadHost(Host):
+    """Runs the core on a thread of this process."""
+
+    def __init__(self, build: Build) -> None:
+        super().__init__()
+        self._inbox = _QueueInbox()
+        self._thread = threading.Thread(
+            target=run_core, args=(build, self._inbox, self._handle), name="moet-core", daemon=True
+        )
+
+    def _launch(self) -> None:
+        self._thread.start()
+
+    def _send(self, command: Command) -> None:
+        self._inbox.queue.put(command)
+
+    def _join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
