@@ -8,10 +8,9 @@ from math import prod
 from typing import Literal
 
 from moet.models.deepseek_v4_config import DeepseekV4Config, LayerKind
+from moet.models.formats import FP4_BLOCK, FP8_BLOCK
 
 DTYPE_BYTES = {"F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "BF16": 2, "F32": 4, "I64": 8}
-FP8_BLOCK = 128  # an fp8 scale covers 128 x 128 weights
-FP4_BLOCK = 32  # an MXFP4 scale covers 32 consecutive inputs of a row
 
 
 @dataclass(frozen=True, slots=True)
