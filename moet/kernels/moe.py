@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
+
+from moet.kernels.gemm import linear, linear_fp8
+from moet.kernels.registry import op
 
 
 class ExpertFormat(Protocol):
@@ -30,3 +34,104 @@ class ExpertTable:
     format: ExpertFormat
     rows: Tensor
     slot_of: Tensor
+
+
+class F32Experts:
+    """An expert row as plain fp32: w1, w3, then w2. For weights that were never quantised."""
+
+    name = "f32"
+
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.row_bytes = 12 * hidden_size * intermediate_size
+
+    def pack(self, w1: Tensor, w3: Tensor, w2: Tensor) -> Tensor:
+        """w1, w3: [I, D], w2: [D, I], fp32. Returns [row_bytes] uint8."""
+        return torch.cat([w.contiguous().flatten() for w in (w1, w3, w2)]).view(torch.uint8)
+
+    def unpack(self, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        shape = (self.intermediate_size, self.hidden_size)
+        w1, w3, w2 = row.view(torch.float32).chunk(3)
+        return w1.view(shape), w3.view(shape), w2.view(self.hidden_size, self.intermediate_size)
+
+
+@op(tolerance=2**-16)
+def sqrt_softplus(logits: Tensor) -> Tensor:
+    """Router scores sqrt(log(1 + e^x)). logits: [n, num_experts] fp32. Returns the same shape."""
+    return (torch.log1p(torch.exp(-logits.abs())) + logits.clamp(min=0)).sqrt()
+
+
+@op(tolerance=0.0)
+def route_by_bias(scores: Tensor, bias: Tensor, *, top_k: int) -> Tensor:
+    """The top_k experts by score + bias, best first; of equal ones the lowest id wins.
+
+    scores: [n, num_experts] fp32. bias: [num_experts] fp32; it chooses and does not weigh.
+    Returns [n, top_k] int64.
+    """
+    return torch.sort(scores + bias, dim=-1, descending=True, stable=True).indices[:, :top_k]
+
+
+@op(tolerance=0.0)
+def route_by_token(token_ids: Tensor, table: Tensor) -> Tensor:
+    """Experts listed for each token id. token_ids: [n] int64, table: [vocab, top_k] int64."""
+    return table[token_ids]
+
+
+@op(tolerance=2**-16)
+def expert_weights(scores: Tensor, expert_ids: Tensor, *, scaling_factor: float) -> Tensor:
+    """Scores of the chosen experts, normalised to the sum scaling_factor; a zero sum counts as 1.
+
+    scores: [n, num_experts] fp32, without bias. expert_ids: [n, top_k]. Returns [n, top_k] fp32.
+    """
+    chosen = scores.gather(1, expert_ids)
+    total = chosen[:, :1]
+    for k in range(1, chosen.shape[1]):
+        total = total + chosen[:, k : k + 1]
+    return chosen / torch.where(total == 0, 1.0, total) * scaling_factor
+
+
+@op(tolerance=2**-8)
+def swiglu(gate: Tensor, up: Tensor, *, limit: float) -> Tensor:
+    """silu(min(gate, limit)) * clamp(up, -limit, limit), in fp32.
+
+    gate, up: [n, I] fp32 or bf16. Returns [n, I] fp32. The gate is bounded from above only.
+    """
+    a = gate.float().clamp(max=limit)
+    return a / (1 + torch.exp(-a)) * up.float().clamp(-limit, limit)
+
+
+@op(tolerance=2**-7)
+def expert_mixture(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    table: ExpertTable,
+    *,
+    limit: float,
+    round_activations: bool,
+) -> Tensor:
+    """Sum over the chosen experts of w2 @ (swiglu(w1 @ x, w3 @ x) * weight).
+
+    x: [n, D] fp32 or bf16. expert_ids: [n, top_k] int64, distinct in a row and resident in table.
+    weights: [n, top_k] fp32. round_activations: e4m3 per 128 inputs before each product. Each
+    expert's output has the dtype of x; the sum runs over a row's choices in order, in fp32.
+    Returns [n, D] fp32.
+    """
+    product = linear_fp8 if round_activations else linear
+    num_rows, top_k = expert_ids.shape
+    parts = torch.empty(num_rows * top_k, x.shape[1], dtype=torch.float32, device=x.device)
+    flat_ids, flat_weights = expert_ids.flatten(), weights.reshape(-1, 1)
+    for expert_id in sorted(set(flat_ids.tolist())):
+        slot = int(table.slot_of[expert_id])
+        assert slot >= 0, f"expert {expert_id} is not resident"
+        w1, w3, w2 = table.format.unpack(table.rows[slot])
+        chosen = (flat_ids == expert_id).nonzero().squeeze(1)
+        rows = x[chosen // top_k]
+        hidden = swiglu(product(rows, w1), product(rows, w3), limit=limit) * flat_weights[chosen]
+        parts[chosen] = product(hidden.to(x.dtype), w2).float()
+    parts = parts.view(num_rows, top_k, -1)
+    total = torch.zeros_like(parts[:, 0])
+    for k in range(top_k):
+        total = total + parts[:, k]
+    return total

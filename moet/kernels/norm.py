@@ -1,0 +1,21 @@
+"""Root-mean-square normalisation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moet.kernels.registry import op
+
+
+@op(tolerance=2**-8)
+def rms_norm(x: Tensor, weight: Tensor | None, *, eps: float) -> Tensor:
+    """Scale each row to unit root mean square, then by weight.
+
+    x: [..., dim] fp32 or bf16, contiguous; any leading dimension may be 0. weight: [dim] fp32, or
+    None for no weight. Returns the shape and dtype of x; computes in fp32 and rounds once.
+    Source: arXiv:1910.07467.
+    """
+    y = x.float()
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    return (y if weight is None else y * weight).to(x.dtype)

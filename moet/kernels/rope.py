@@ -1,0 +1,70 @@
+"""Rotary position embedding on interleaved pairs of the last dimensions of a vector."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moet.kernels.registry import op
+
+
+@dataclass(frozen=True, slots=True)
+class Yarn:
+    """Frequency scaling for long windows. Magnitudes stay 1: there is no mscale in these models."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float
+    beta_slow: float
+
+
+def rope_frequencies(dim: int, theta: float, yarn: Yarn | None = None) -> Tensor:
+    """Angle per position of each pair: theta^(-2i/dim), long wavelengths slowed down by yarn.
+
+    Returns [dim / 2] fp32, computed in fp64 and rounded once. Source: arXiv:2309.00071, section
+    3.2 (interpolation by parts).
+    """
+    frequencies = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    if yarn is not None:
+        low = max(math.floor(_turning_pair(yarn.beta_fast, dim, theta, yarn)), 0)
+        high = min(math.ceil(_turning_pair(yarn.beta_slow, dim, theta, yarn)), dim - 1)
+        pairs = torch.arange(dim // 2, dtype=torch.float64)
+        slow = ((pairs - low) / max(high - low, 1e-3)).clamp(0, 1)
+        frequencies = frequencies * (1 - slow) + frequencies / yarn.factor * slow
+    return frequencies.float()
+
+
+def _turning_pair(num_turns: float, dim: int, theta: float, yarn: Yarn) -> float:
+    """The (fractional) pair that makes num_turns full turns over the original window."""
+    wavelength = yarn.original_max_position_embeddings / (2 * math.pi * num_turns)
+    return dim * math.log(wavelength) / (2 * math.log(theta))
+
+
+def rope_cos_sin(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of every position and pair.
+
+    positions: [n] int64, below 2^24. frequencies: [dim / 2] fp32. Returns two [n, dim / 2] fp32
+    tensors. The angle is an fp32 product; tables in fewer bits are useless at large positions.
+    """
+    angles = positions.float().unsqueeze(-1) * frequencies
+    return angles.cos(), angles.sin()
+
+
+@op(tolerance=2**-8)
+def rope(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
+    """Rotate the last 2 * cos.shape[1] values of each vector, pair (2i, 2i + 1) by angle i.
+
+    x: [n, ..., dim] fp32 or bf16. cos, sin: [n, rope_dim / 2] fp32, one row per row of x.
+    inverse rotates back. Returns the shape and dtype of x; computes in fp32 and rounds once.
+    """
+    shape = (cos.shape[0],) + (1,) * (x.dim() - 2) + (cos.shape[1],)
+    cos, sin = cos.view(shape), sin.view(shape)
+    if inverse:
+        sin = -sin
+    nope = x.shape[-1] - 2 * cos.shape[-1]
+    a, b = x[..., nope::2].float(), x[..., nope + 1 :: 2].float()
+    rotated = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+    return torch.cat([x[..., :nope], rotated.to(x.dtype)], -1)
