@@ -48,7 +48,7 @@ class EntryFormat(Protocol):
         ...
 
 
-class _Planes:
+class Planes:
     """A page as consecutive planes, each with a fixed number of bytes per entry."""
 
     def __init__(self, entries_per_page: int, *bytes_per_entry: int, align: int = 1) -> None:
@@ -90,7 +90,7 @@ class PlainRows:
         self.width = width
         self.entries_per_page = entries_per_page
         self.dtype = dtype
-        self._planes = _Planes(entries_per_page, width * dtype.itemsize)
+        self._planes = Planes(entries_per_page, width * dtype.itemsize)
 
     @property
     def page_bytes(self) -> int:
@@ -127,7 +127,7 @@ class Fp8Rows:
         self._num_scales = nope_dim // FP8_KV_BLOCK
         self._scale_bytes = -(-self._num_scales // 8) * 8
         data_bytes = nope_dim + 2 * rope_dim
-        self._planes = _Planes(entries_per_page, data_bytes, self._scale_bytes, align=data_bytes)
+        self._planes = Planes(entries_per_page, data_bytes, self._scale_bytes, align=data_bytes)
 
     @property
     def page_bytes(self) -> int:
@@ -168,7 +168,7 @@ class Mxfp4Rows:
             )
         self.width = width
         self.entries_per_page = entries_per_page
-        self._planes = _Planes(entries_per_page, width // 2, width // MXFP4_BLOCK)
+        self._planes = Planes(entries_per_page, width // 2, width // MXFP4_BLOCK)
 
     @property
     def page_bytes(self) -> int:

@@ -10,14 +10,12 @@ from hypothesis import strategies as st
 
 from moet.config import KVDtype
 from moet.errors import ConfigError
+from moet.kernels.cache import EntryFormat
 from moet.kernels.mla_cache import (
-    Fp8Rows,
-    IndexKeyPages,
-    Nvfp4Rows,
-    RowPages,
-    ceil_power_of_two,
-    quantize_index,
-    row_format,
+    Fp8IndexKeys,
+    Fp8LatentRows,
+    Nvfp4LatentRows,
+    latent_rows,
 )
 
 LEVELS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -76,52 +74,57 @@ def as_bytes(data: torch.Tensor) -> bytes:
     return bytes(data.flatten().tolist())
 
 
+def glm_rows(kind: KVDtype, entries_per_page: int = 64) -> EntryFormat:
+    return latent_rows(kind, latent_dim=512, rope_dim=64, entries_per_page=entries_per_page)
+
+
+KINDS: tuple[KVDtype, ...] = ("fp32", "bf16", "fp8", "nvfp4")
+
+
 def test_rows_have_the_published_sizes() -> None:
-    sizes = {
-        kind: row_format(kind, latent_dim=512, rope_dim=64).row_bytes
-        for kind in ("fp32", "bf16", "fp8", "nvfp4")
-    }
+    sizes = {kind: glm_rows(kind).page_bytes // 64 for kind in KINDS}
     assert sizes == {"fp32": 2304, "bf16": 1152, "fp8": 656, "nvfp4": 352}
-    assert IndexKeyPages(dim=128, entries_per_page=64).page_bytes(64) == 8448
+    assert Fp8IndexKeys(128, 64).page_bytes == 8448
 
 
 @settings(deadline=None, max_examples=8)
 @given(st.integers(0, 2**31))
 def test_fp8_rows_match_the_scalar_codec(seed: int) -> None:
     rows = rows_of(1, 576, seed)
-    assert as_bytes(Fp8Rows(512, 64).encode(rows)) == scalar_fp8_row(rows[0].tolist(), 512)
+    got = Fp8LatentRows(512, 64, 64).encode(rows)
+    assert as_bytes(got) == scalar_fp8_row(rows[0].tolist(), 512)
 
 
 @settings(deadline=None, max_examples=8)
 @given(st.integers(0, 2**31))
 def test_nvfp4_rows_match_the_scalar_codec(seed: int) -> None:
     rows = rows_of(1, 576, seed)
-    assert as_bytes(Nvfp4Rows(512, 64).encode(rows)) == scalar_nvfp4_row(rows[0].tolist(), 512)
+    got = Nvfp4LatentRows(512, 64, 64).encode(rows)
+    assert as_bytes(got) == scalar_nvfp4_row(rows[0].tolist(), 512)
 
 
 @pytest.mark.parametrize("latent_dim", [64, 192, 320])
 def test_other_latent_widths(latent_dim: int) -> None:
     rows = rows_of(2, latent_dim + 16, 5)
+    fp8 = Fp8LatentRows(latent_dim, 16, 64).encode(rows)
+    nvfp4 = Nvfp4LatentRows(latent_dim, 16, 64).encode(rows)
     for index in range(2):
         row = rows[index].tolist()
-        fp8 = Fp8Rows(latent_dim, 16).encode(rows)[index]
-        assert as_bytes(fp8) == scalar_fp8_row(row, latent_dim)
-        nvfp4 = Nvfp4Rows(latent_dim, 16).encode(rows)[index]
-        assert as_bytes(nvfp4) == scalar_nvfp4_row(row, latent_dim)
+        assert as_bytes(fp8[index]) == scalar_fp8_row(row, latent_dim)
+        assert as_bytes(nvfp4[index]) == scalar_nvfp4_row(row, latent_dim)
 
 
-@pytest.mark.parametrize("kind", ["fp32", "bf16", "fp8", "nvfp4"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_rounding_a_rounded_row_changes_nothing(kind: KVDtype) -> None:
-    coding = row_format(kind, latent_dim=512, rope_dim=64)
-    once = coding.decode(coding.encode(rows_of(5, 576, 1)))
-    assert torch.equal(coding.decode(coding.encode(once)), once)
+    coding = glm_rows(kind)
+    once = coding.round(rows_of(5, 576, 1))
+    assert torch.equal(coding.round(once), once)
 
 
 @pytest.mark.parametrize(("kind", "bound"), [("bf16", 0.002), ("fp8", 0.03), ("nvfp4", 0.1)])
 def test_latent_error_is_what_the_bits_allow(kind: KVDtype, bound: float) -> None:
     rows = rows_of(4096, 576, 2, spread=0.5)
-    coding = row_format(kind, latent_dim=512, rope_dim=64)
-    error = (coding.decode(coding.encode(rows)) - rows)[:, :512].square().mean().sqrt()
+    error = (glm_rows(kind).round(rows) - rows)[:, :512].square().mean().sqrt()
     assert bound / 4 < error / rows[:, :512].square().mean().sqrt() < bound
 
 
@@ -129,35 +132,34 @@ def test_zeros_and_large_values_are_kept_or_clamped() -> None:
     rows = torch.zeros(3, 576)
     rows[1, 0], rows[1, 575] = 1e4, 1e4
     rows[2, 512] = -1e4
-    for kind in ("fp8", "nvfp4"):
-        coding = row_format(kind, latent_dim=512, rope_dim=64)
-        got = coding.decode(coding.encode(rows))
+    fp8, nvfp4 = glm_rows("fp8").round(rows), glm_rows("nvfp4").round(rows)
+    for got in (fp8, nvfp4):
         assert not got.isnan().any()
         assert torch.equal(got[0], rows[0])
-    assert got[1, 0] == 448 * 6
-    assert got[1, 575] == 448
-    assert got[2, 512] == -448
+    assert nvfp4[1, 0] == 448 * 6
+    assert nvfp4[1, 575] == 448
+    assert nvfp4[2, 512] == -448
 
 
-@pytest.mark.parametrize("kind", ["fp32", "bf16", "fp8", "nvfp4"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_pages_hold_rows_by_slot_and_skip_minus_one(kind: KVDtype) -> None:
-    coding = row_format(kind, latent_dim=64, rope_dim=16)
-    cache = RowPages(coding)
-    pages = torch.full((4, cache.page_bytes(8)), 7, dtype=torch.uint8)
+    coding = latent_rows(kind, latent_dim=64, rope_dim=16, entries_per_page=8)
+    pages = torch.full((4, coding.page_bytes), 7, dtype=torch.uint8)
     rows = rows_of(4, 80, 3)
     slots = torch.tensor([31, -1, 8, 15])
-    cache.write(pages, slots, rows)
+    coding.write(pages, slots, rows)
     kept = [0, 2, 3]
-    assert torch.equal(cache.read(pages, slots[kept]), coding.decode(coding.encode(rows[kept])))
+    assert torch.equal(coding.read(pages, slots[kept]), coding.round(rows[kept]))
     assert pages[0].eq(7).all()
     assert pages[2].eq(7).all()
 
 
 def test_index_keys_are_blocked_by_page() -> None:
-    cache = IndexKeyPages(dim=128, entries_per_page=64)
-    pages = torch.zeros(3, cache.page_bytes(64), dtype=torch.uint8)
+    coding = Fp8IndexKeys(128, 64)
+    pages = torch.zeros(3, coding.page_bytes, dtype=torch.uint8)
     rows = rows_of(3, 128, 4)
-    cache.write(pages, torch.tensor([64 + 5, -1, 128 + 63]), rows)
+    rows[2] = 0
+    coding.write(pages, torch.tensor([64 + 5, -1, 128 + 63]), rows)
     for row, page, entry in ((0, 1, 5), (2, 2, 63)):
         amax = max(float(rows[row].abs().max()), 1e-4)
         scale = 2.0 ** math.ceil(math.log2(amax / 448))
@@ -165,25 +167,10 @@ def test_index_keys_are_blocked_by_page() -> None:
         assert as_bytes(pages[page, 128 * entry : 128 * entry + 128]) == key
         at = 64 * 128 + 4 * entry
         assert as_bytes(pages[page, at : at + 4]) == struct.pack("<f", scale)
-    values, scales = quantize_index(rows)
-    expected = values.view(torch.float8_e4m3fn).float() * scales.unsqueeze(-1)
-    assert torch.equal(cache.read(pages, torch.tensor([69, 191])), expected[[0, 2]])
-
-
-def test_index_queries_keep_their_head_axis() -> None:
-    values, scales = quantize_index(torch.zeros(2, 3, 128))
-    assert values.shape == (2, 3, 128)
-    assert scales.tolist() == [[2.0**-22] * 3] * 2  # 1e-4 / 448 rounded up
-
-
-@pytest.mark.parametrize("exponent", [-40, -13, 0, 1, 20])
-def test_powers_of_two_round_up(exponent: int) -> None:
-    power = torch.tensor(2.0**exponent)
-    above = torch.nextafter(power, torch.tensor(math.inf))
-    assert ceil_power_of_two(power) == power
-    assert ceil_power_of_two(above) == 2 * power
+    expected = coding.round(rows[[0, 2]])
+    assert torch.equal(coding.read(pages, torch.tensor([69, 191])), expected)
 
 
 def test_latent_must_fill_the_scale_transpose() -> None:
     with pytest.raises(ConfigError, match="kv_lora_rank is 80"):
-        Nvfp4Rows(80, 16)
+        Nvfp4LatentRows(80, 16, 64)
