@@ -98,10 +98,10 @@ def unpack_e2m1_plane(plane: Tensor, n: int, k: int) -> Tensor:
 
 
 def pack_scale_plane(scales: Tensor) -> Tensor:
-    """scales [N, K/32] uint8, N % 16 == 0. Returns [N/16, K/256 rounded up, 32 lanes, 4] flat.
+    """scales [N, blocks] uint8, N % 16 == 0. Returns [N/16, blocks/8 rounded up, 32 lanes, 4] flat.
 
-    Lane 4g + 2a + half, byte b: row g + 8*half, block 4a + b of its 256 columns. This is the
-    scale-A register of eight block-scaled MMAs as it stands.
+    Lane 4g + 2a + half, byte b: row g + 8*half, block 4a + b of eight. With 32 columns a block this
+    is the scale-A register of eight block-scaled MMAs as it stands.
     """
     n = scales.shape[0]
     scales = _padded(scales, n, round_up(scales.shape[1], 8))
@@ -109,10 +109,10 @@ def pack_scale_plane(scales: Tensor) -> Tensor:
     return parts.permute(0, 3, 2, 4, 1, 5).flatten()
 
 
-def unpack_scale_plane(plane: Tensor, n: int, k: int) -> Tensor:
-    """The scales [n, k/32] of a plane; n is padded, k need not be."""
-    parts = plane.reshape(n // 16, round_up(k, 256) // 256, 8, 2, 2, 4)
-    return parts.permute(0, 4, 2, 1, 3, 5).reshape(n, -1)[:, : k // 32]
+def unpack_scale_plane(plane: Tensor, n: int, blocks: int) -> Tensor:
+    """The scales [n, blocks] of a plane; n is padded, blocks need not be."""
+    parts = plane.reshape(n // 16, round_up(blocks, 8) // 8, 8, 2, 2, 4)
+    return parts.permute(0, 4, 2, 1, 3, 5).reshape(n, -1)[:, :blocks]
 
 
 def pack_fp8_plane(weight: Tensor) -> Tensor:
@@ -172,6 +172,7 @@ class ExpertRows:
 
     name: ClassVar[str]
     code_bits: ClassVar[int]
+    scale_block: ClassVar[int] = 32  # consecutive inputs of a scale byte
     exponent_span: ClassVar[int]  # octaves from a row's base to its largest scale
     levels: ClassVar[tuple[float, ...]]  # value of each code
 
@@ -209,7 +210,7 @@ class ExpertRows:
     @property
     def scale_bytes(self) -> tuple[int, ...]:
         """Bytes of the gate, up and down scale planes, which follow each other unpadded."""
-        return tuple(n * round_up(k, 256) // 32 for n, k in self.shapes)
+        return tuple(n * round_up(k // self.scale_block, 8) for n, k in self.shapes)
 
     @property
     def sub_row_bytes(self) -> int:
@@ -230,10 +231,11 @@ class ExpertRows:
             ("w3", w3, (i, d)),
             ("w2", w2, (d, i)),
         ):
-            if codes.shape != (n, k) or scales.shape != (n, k // 32):
+            blocks = k // self.scale_block
+            if codes.shape != (n, k) or scales.shape != (n, blocks):
                 raise ValueError(
                     f"{name}: codes {tuple(codes.shape)} and scales {tuple(scales.shape)} do not "
-                    f"fit [{n}, {k}] and [{n}, {k // 32}]"
+                    f"fit [{n}, {k}] and [{n}, {blocks}]"
                 )
             if codes.dtype != torch.uint8 or scales.dtype != torch.uint8:
                 raise ValueError(f"{name}: {codes.dtype} and {scales.dtype} must both be uint8")
@@ -248,7 +250,7 @@ class ExpertRows:
         self, out: Tensor, s: int, w1: Quantised, w3: Quantised, w2: Quantised
     ) -> None:
         span = slice(s * self.columns, (s + 1) * self.columns)
-        blocks = slice(span.start // 32, span.stop // 32)
+        blocks = slice(span.start // self.scale_block, span.stop // self.scale_block)
         matrices = [(q[0][span], q[1][span]) for q in (w1, w3)]
         matrices.append((w2[0][:, span], w2[1][:, blocks]))
         parts, scale_parts = self._views(out)
@@ -256,7 +258,7 @@ class ExpertRows:
             matrices, self.shapes, parts, scale_parts, strict=True
         ):
             part.copy_(self._pack_plane(_padded(codes, n, k)))
-            scale_part.copy_(pack_scale_plane(_padded(scales, n, k // 32)))
+            scale_part.copy_(pack_scale_plane(_padded(scales, n, k // self.scale_block)))
 
     def _views(self, sub_row: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """The three code planes and three scale planes of a sub-row, without their padding."""
@@ -275,8 +277,9 @@ class ExpertRows:
             planes, scale_planes = self._views(sub_row)
             for m, ((n, k), (rows, columns)) in enumerate(zip(self.shapes, shapes, strict=True)):
                 codes = self._unpack_plane(planes[m], n, k)[:rows, :columns]
-                scales = unpack_scale_plane(scale_planes[m], n, k)[:rows, : columns // 32]
-                found[m].append((codes, scales))
+                blocks = k // self.scale_block
+                scales = unpack_scale_plane(scale_planes[m], n, blocks)
+                found[m].append((codes, scales[:rows, : columns // self.scale_block]))
         w1, w3, w2 = (
             (torch.cat([q[0] for q in qs], dim), torch.cat([q[1] for q in qs], dim))
             for qs, dim in zip(found, (0, 0, 1), strict=True)
@@ -305,7 +308,7 @@ class ExpertRows:
         for sub_row in row.view(self.num_sub_rows, -1):
             _, scale_planes = self._views(sub_row)
             for (n, k), plane in zip(self.shapes, scale_planes, strict=True):
-                largest = unpack_scale_plane(plane, n, round_up(k, 256)).amax(-1)
+                largest = unpack_scale_plane(plane, n, round_up(k // 32, 8)).amax(-1)
                 bases.append((largest.to(torch.int16) - self.exponent_span).clamp(min=0))
         return torch.cat(bases).to(torch.uint8).view(self.num_sub_rows, -1)
 

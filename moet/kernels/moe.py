@@ -62,6 +62,12 @@ def sqrt_softplus(logits: Tensor) -> Tensor:
     return (torch.log1p(torch.exp(-logits.abs())) + logits.clamp(min=0)).sqrt()
 
 
+@op(tolerance=2**-16)
+def sigmoid_scores(logits: Tensor) -> Tensor:
+    """Router scores 1 / (1 + e^-x). logits: [n, num_experts] fp32. Returns the same shape."""
+    return 1 / (1 + torch.exp(-logits))
+
+
 @op(tolerance=0.0)
 def route_by_bias(scores: Tensor, bias: Tensor, *, top_k: int) -> Tensor:
     """The top_k experts by score + bias, best first; of equal ones the lowest id wins.
@@ -92,13 +98,15 @@ def expert_weights(scores: Tensor, expert_ids: Tensor, *, scaling_factor: float)
 
 
 @op(tolerance=2**-8)
-def swiglu(gate: Tensor, up: Tensor, *, limit: float) -> Tensor:
-    """silu(min(gate, limit)) * clamp(up, -limit, limit), in fp32.
+def swiglu(gate: Tensor, up: Tensor, *, limit: float | None) -> Tensor:
+    """silu(min(gate, limit)) * clamp(up, -limit, limit), in fp32; no bounds if limit is None.
 
     gate, up: [n, I] fp32 or bf16. Returns [n, I] fp32. The gate is bounded from above only.
     """
-    a = gate.float().clamp(max=limit)
-    return a / (1 + torch.exp(-a)) * up.float().clamp(-limit, limit)
+    a, b = gate.float(), up.float()
+    if limit is not None:
+        a, b = a.clamp(max=limit), b.clamp(-limit, limit)
+    return a / (1 + torch.exp(-a)) * b
 
 
 @op(tolerance=2**-7)
@@ -108,15 +116,16 @@ def expert_mixture(
     weights: Tensor,
     table: ExpertTable,
     *,
-    limit: float,
+    limit: float | None,
     round_activations: bool,
+    weigh_output: bool = False,
 ) -> Tensor:
     """Sum over the chosen experts of w2 @ (swiglu(w1 @ x, w3 @ x) * weight).
 
     x: [n, D] fp32 or bf16. expert_ids: [n, top_k] int64, distinct in a row and resident in table.
-    weights: [n, top_k] fp32. round_activations: e4m3 per 128 inputs before each product. Each
-    expert's output has the dtype of x; the sum runs over a row's choices in order, in fp32.
-    Returns [n, D] fp32.
+    weights: [n, top_k] fp32; weigh_output applies them to the experts' outputs instead of their
+    hidden values. round_activations: e4m3 per 128 inputs before each product. Each expert's output
+    has the dtype of x; the sum runs over a row's choices in order, in fp32. Returns [n, D] fp32.
     """
     product = linear_fp8 if round_activations else linear
     num_rows, top_k = expert_ids.shape
@@ -128,8 +137,11 @@ def expert_mixture(
         w1, w3, w2 = table.format.unpack(table.rows[slot])
         chosen = (flat_ids == expert_id).nonzero().squeeze(1)
         rows = x[chosen // top_k]
-        hidden = swiglu(product(rows, w1), product(rows, w3), limit=limit) * flat_weights[chosen]
-        parts[chosen] = product(hidden.to(x.dtype), w2).float()
+        hidden = swiglu(product(rows, w1), product(rows, w3), limit=limit)
+        if not weigh_output:
+            hidden = hidden * flat_weights[chosen]
+        out = product(hidden.to(x.dtype), w2).float()
+        parts[chosen] = out * flat_weights[chosen] if weigh_output else out
     parts = parts.view(num_rows, top_k, -1)
     total = torch.zeros_like(parts[:, 0])
     for k in range(top_k):

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation."""
+"""Normalisation of rows."""
 
 from __future__ import annotations
 
@@ -19,3 +19,17 @@ def rms_norm(x: Tensor, weight: Tensor | None, *, eps: float) -> Tensor:
     y = x.float()
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
     return (y if weight is None else y * weight).to(x.dtype)
+
+
+@op(tolerance=2**-8)
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float) -> Tensor:
+    """Bring each row to zero mean and unit variance, then scale by weight and add bias.
+
+    x: [..., dim] fp32 or bf16, contiguous; any leading dimension may be 0. weight, bias: [dim]
+    fp32. Returns the shape and dtype of x; computes in fp32 and rounds once.
+    Source: arXiv:1607.06450.
+    """
+    y = x.float()
+    y = y - y.mean(-1, keepdim=True)
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    return (y * weight + bias).to(x.dtype)
