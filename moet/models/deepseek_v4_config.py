@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from moet.errors import ConfigError
+from moet.models.config_json import check_assumed, check_known, read_config, require, typed
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"
 LayerKind = Literal["window", "csa", "hca"]
@@ -107,29 +107,29 @@ class DeepseekV4Config:
     def __post_init__(self) -> None:
         for name in _POSITIVE:
             value = getattr(self, name)
-            _require(value > 0, name, value, "it must be positive")
+            require(value > 0, name, value, "it must be positive")
         ratios = self.compress_ratios
         layers = self.num_hidden_layers
-        _require(
+        require(
             len(ratios) >= layers, "compress_ratios", ratios, f"{layers} layers need an entry each"
         )
         for ratio in ratios:
-            _require(ratio in KIND_OF_RATIO, "compress_ratios", ratio, "known are 0, 4 and 128")
+            require(ratio in KIND_OF_RATIO, "compress_ratios", ratio, "known are 0, 4 and 128")
         drafts = ratios[layers:]
-        _require(not any(drafts), "compress_ratios", ratios, "draft blocks must be window-only (0)")
+        require(not any(drafts), "compress_ratios", ratios, "draft blocks must be window-only (0)")
         heads, groups = self.num_attention_heads, self.o_groups
-        _require(heads % groups == 0, "o_groups", groups, f"it must divide {heads} heads")
+        require(heads % groups == 0, "o_groups", groups, f"it must divide {heads} heads")
         for name in ("head_dim", "index_head_dim"):
             width = getattr(self, name)
             fits = self.qk_rope_head_dim <= width and self.qk_rope_head_dim % 2 == 0
-            _require(fits, "qk_rope_head_dim", self.qk_rope_head_dim, f"{name} is {width}")
-        _require(
+            require(fits, "qk_rope_head_dim", self.qk_rope_head_dim, f"{name} is {width}")
+        require(
             self.num_experts_per_tok <= self.n_routed_experts,
             "num_experts_per_tok",
             self.num_experts_per_tok,
             f"there are {self.n_routed_experts} experts",
         )
-        _require(
+        require(
             0 <= self.num_hash_layers <= layers,
             "num_hash_layers",
             self.num_hash_layers,
@@ -137,23 +137,23 @@ class DeepseekV4Config:
         )
         for name in ("bos_token_id", "eos_token_id"):
             value = getattr(self, name)
-            _require(0 <= value < self.vocab_size, name, value, f"vocab_size is {self.vocab_size}")
-        _require(self.expert_dtype in ("fp4", "fp8"), "expert_dtype", self.expert_dtype, "fp4, fp8")
+            require(0 <= value < self.vocab_size, name, value, f"vocab_size is {self.vocab_size}")
+        require(self.expert_dtype in ("fp4", "fp8"), "expert_dtype", self.expert_dtype, "fp4, fp8")
         if self.has_dspark:
             self._check_dspark()
 
     def _check_dspark(self) -> None:
         missing = self.dspark_noise_token_id is None or not self.dspark_markov_rank
-        _require(not missing, "dspark_markov_rank", self.dspark_markov_rank, "DSpark needs it")
+        require(not missing, "dspark_markov_rank", self.dspark_markov_rank, "DSpark needs it")
         targets = self.dspark_target_layer_ids
         inside = targets and all(0 <= i < self.num_hidden_layers for i in targets)
-        _require(
+        require(
             bool(inside),
             "dspark_target_layer_ids",
             targets,
             f"there are {self.num_hidden_layers} layers",
         )
-        _require(
+        require(
             self.num_draft_blocks > 0, "compress_ratios", self.compress_ratios, "no draft entries"
         )
 
@@ -183,20 +183,18 @@ class DeepseekV4Config:
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> DeepseekV4Config:
         """Check a parsed config.json. Raises ConfigError naming key, value and limit."""
-        known = {f.name for f in fields(cls)}
-        unknown = sorted(set(raw) - known - set(_ASSUMED) - _NO_EFFECT - {"quantization_config"})
-        _require(not unknown, "config.json", unknown, "these keys are unknown and may change it")
+        fields_here = {f.name for f in fields(cls)}
+        check_known(raw, fields_here | set(_ASSUMED) | _NO_EFFECT | {"quantization_config"})
         for name in sorted(_MUST_BE_STATED - set(raw)):
             raise ConfigError(f"config.json has no {name}; expected {_ASSUMED[name]!r}")
-        _check_assumed(raw, _ASSUMED, "")
+        check_assumed(raw, _ASSUMED)
         quantization = raw.get("quantization_config") or {}
-        extra = sorted(set(quantization) - set(_ASSUMED_QUANTIZATION))
-        _require(not extra, "quantization_config", extra, "these keys are unknown")
-        _check_assumed(quantization, _ASSUMED_QUANTIZATION, "quantization_config.")
+        check_known(quantization, _ASSUMED_QUANTIZATION, "quantization_config")
+        check_assumed(quantization, _ASSUMED_QUANTIZATION, "quantization_config.")
         values: dict[str, Any] = {}
         for field in fields(cls):
             if field.name in raw and raw[field.name] is not None:
-                values[field.name] = _typed(field.name, raw[field.name], str(field.type))
+                values[field.name] = _read(field.name, raw[field.name], str(field.type))
             elif field.default is MISSING:
                 raise ConfigError(f"config.json has no {field.name}; every release states it")
         return cls(**values)
@@ -204,15 +202,7 @@ class DeepseekV4Config:
     @classmethod
     def from_file(cls, path: Path) -> DeepseekV4Config:
         """Read config.json. Raises ConfigError if it is absent, not JSON, or not this model."""
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ConfigError(f"{path} does not exist; a model folder needs config.json") from None
-        except (ValueError, OSError) as error:
-            raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
-        if not isinstance(raw, dict):
-            raise ConfigError(f"{path} holds a {type(raw).__name__}; an object is needed")
-        return cls.from_dict(raw)
+        return cls.from_dict(read_config(path))
 
     def to_dict(self) -> dict[str, Any]:
         """The same as a config.json in the released spelling, assumed values included."""
@@ -254,41 +244,16 @@ _POSITIVE = (
 )
 
 
-def _require(holds: bool, name: str, value: object, limit: str) -> None:
-    if not holds:
-        raise ConfigError(f"config.json: {name} is {value!r}; {limit}")
-
-
-def _check_assumed(raw: Mapping[str, Any], assumed: Mapping[str, Any], prefix: str) -> None:
-    for name, expected in assumed.items():
-        if name in raw:
-            limit = f"only {expected!r} is implemented"
-            _require(raw[name] == expected, prefix + name, raw[name], limit)
-
-
-def _typed(name: str, value: Any, annotation: str) -> Any:
-    """Give value the type its field is annotated with, or refuse it."""
-    if annotation == "RopeScaling":
-        return _rope_scaling(value)
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    if annotation.startswith("int"):
-        _require(is_int, name, value, "an integer is needed")
-    elif annotation == "float":
-        _require(is_int or isinstance(value, float), name, value, "a number is needed")
-    elif annotation.startswith("tuple"):
-        items = isinstance(value, list) and all(type(item) is int for item in value)
-        _require(items, name, value, "a list of integers is needed")
-        return tuple(value)
-    return value
+def _read(name: str, value: Any, annotation: str) -> Any:
+    return _rope_scaling(value) if annotation == "RopeScaling" else typed(name, value, annotation)
 
 
 def _rope_scaling(raw: Any) -> RopeScaling:
-    _require(isinstance(raw, dict), "rope_scaling", raw, "an object is needed")
-    _require("type" in raw or "rope_type" in raw, "rope_scaling", raw, 'it must say type "yarn"')
-    _check_assumed(raw, _ASSUMED_ROPE, "rope_scaling.")
+    require(isinstance(raw, dict), "rope_scaling", raw, "an object is needed")
+    require("type" in raw or "rope_type" in raw, "rope_scaling", raw, 'it must say type "yarn"')
+    check_assumed(raw, _ASSUMED_ROPE, "rope_scaling.")
     known = {f.name for f in fields(RopeScaling)}
-    extra = sorted(set(raw) - known - set(_ASSUMED_ROPE))
-    _require(not extra, "rope_scaling", extra, "these keys are unknown")
+    check_known(raw, known | set(_ASSUMED_ROPE), "rope_scaling")
     for name in ("factor", "original_max_position_embeddings"):
-        _require(raw.get(name, 0) > 0, f"rope_scaling.{name}", raw.get(name), "it must be positive")
+        require(raw.get(name, 0) > 0, f"rope_scaling.{name}", raw.get(name), "it must be positive")
     return RopeScaling(**{name: raw[name] for name in known & set(raw)})

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from math import prod
 from typing import Literal
 
 from moet.models.deepseek_v4_config import DeepseekV4Config, LayerKind
 from moet.models.formats import FP4_BLOCK, FP8_BLOCK
+from moet.models.tensor_spec import TensorSpec
 
-DTYPE_BYTES = {"F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "BF16": 2, "F32": 4, "I64": 8}
+Draft = Literal["mtp", "dspark", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,26 +24,13 @@ class Artefact:
     name: str
     expert_dtype: Literal["I8", "F8_E4M3"]
     scale_dtype: Literal["F8_E8M0", "F32"]
-    draft: Literal["mtp", "dspark", "none"]
+    draft: Draft
 
 
 PREVIEW = Artefact("preview", "I8", "F8_E8M0", "mtp")
 RELEASE_0731 = Artefact("0731", "I8", "F8_E8M0", "dspark")
 BASE = Artefact("base", "F8_E4M3", "F32", "mtp")
 ARTEFACTS = {artefact.name: artefact for artefact in (PREVIEW, RELEASE_0731, BASE)}
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """One tensor of a checkpoint; dtype as safetensors spells it."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return DTYPE_BYTES[self.dtype] * prod(self.shape)
 
 
 def tensor_inventory(config: DeepseekV4Config, artefact: Artefact) -> list[TensorSpec]:

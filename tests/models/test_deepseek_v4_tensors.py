@@ -6,10 +6,10 @@ from moet.models.deepseek_v4_tensors import (
     PREVIEW,
     RELEASE_0731,
     Artefact,
-    TensorSpec,
     inventory_parts,
     tensor_inventory,
 )
+from moet.models.tensor_spec import TensorSpec
 from tests.models.released_config import CONFIG_0731, PREVIEW_CONFIG
 
 
