@@ -1,0 +1,50 @@
+"""What a model folder says about text: tokenizer, model type, default sampling."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moet.errors import ConfigError
+from moet.runtime.tokenizer import Tokenizer
+from moet.types import SamplingParams
+
+DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, slots=True)
+class TextSide:
+    """config is the model folder's config.json; defaults hold where a request says nothing."""
+
+    tokenizer: Tokenizer
+    config: dict[str, Any]
+    defaults: SamplingParams = field(default_factory=SamplingParams)
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> TextSide:
+        """Read the configs and the tokenizer. ConfigError names the file that is wrong."""
+        generation = _read_object(folder / "generation_config.json", required=False)
+        given = {name: generation[name] for name in DEFAULTS if generation.get(name) is not None}
+        if generation.get("do_sample") is False:
+            given["temperature"] = 0.0
+        return cls(
+            tokenizer=Tokenizer.from_folder(folder),
+            config=_read_object(folder / "config.json", required=True),
+            defaults=SamplingParams(**given),
+        )
+
+
+def _read_object(path: Path, *, required: bool) -> dict[str, Any]:
+    if not path.is_file():
+        if required:
+            raise ConfigError(f"{path} is missing; is {path.parent} a model folder?")
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} does not hold a JSON object")
+    return content

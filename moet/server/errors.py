@@ -1,0 +1,96 @@
+"""Errors as HTTP: OpenAI's error object, the right status, a small body. Input is never echoed."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+
+from moet.errors import EngineDeadError, MoetError, OverloadedError, RequestError
+
+logger = logging.getLogger(__name__)
+
+MAX_MESSAGE_CHARS = 2000
+
+
+class HttpError(MoetError):
+    """A refusal that belongs to HTTP itself: status, OpenAI `type` and `code`, field name."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        code: str | None = None,
+        param: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+        self.code = code
+        self.param = param
+        self.headers = headers or {}
+
+
+def as_http_error(error: Exception) -> HttpError:
+    """What a client is told about an exception; anything unforeseen is logged and stays vague."""
+    match error:
+        case HttpError():
+            return error
+        case RequestError():
+            return HttpError(400, str(error), param=error.param, code=error.code)
+        case OverloadedError(unavailable=True):
+            return _busy(503, "service_unavailable", error)
+        case OverloadedError():
+            return _busy(429, "rate_limit_exceeded", error)
+        case EngineDeadError():
+            return HttpError(503, str(error), kind="server_error", code="engine_dead")
+        case MoetError():
+            return HttpError(500, str(error), kind="server_error", code="request_failed")
+        case _:
+            logger.error("unforeseen error", exc_info=error)
+            return HttpError(
+                500, "internal error; the server's log has more", kind="server_error", code="bug"
+            )
+
+
+def _busy(status: int, code: str, error: OverloadedError) -> HttpError:
+    return HttpError(
+        status,
+        str(error),
+        kind="overloaded_error",
+        code=code,
+        headers={"Retry-After": str(error.retry_after_s)},
+    )
+
+
+def error_object(error: Exception) -> dict[str, Any]:
+    """{"error": {message, type, param, code}}."""
+    known = as_http_error(error)
+    message = str(known)
+    if len(message) > MAX_MESSAGE_CHARS:
+        message = message[:MAX_MESSAGE_CHARS] + " ..."
+    message = message.encode("utf-8", "replace").decode()
+    return {
+        "error": {
+            "message": message,
+            "type": known.kind,
+            "param": known.param,
+            "code": known.code,
+        }
+    }
+
+
+def error_response(error: Exception) -> Response:
+    """The answer to a request that failed before its first byte was sent."""
+    known = as_http_error(error)
+    return Response(
+        orjson.dumps(error_object(known)),
+        status_code=known.status,
+        media_type="application/json",
+        headers=known.headers,
+    )

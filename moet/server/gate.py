@@ -1,0 +1,77 @@
+"""What every request passes first: API keys, draining, and the count of what is under way."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Sequence
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from moet.errors import OverloadedError
+from moet.server.errors import HttpError, error_response
+
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
+
+
+class Gate:
+    """ASGI middleware. `drain()` refuses new work; `idle` is set while none is under way."""
+
+    def __init__(self, app: ASGIApp, *, api_keys: Sequence[str]) -> None:
+        self.app = app
+        self.draining = False
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._keys = [key.encode() for key in api_keys]
+        self._under_way = 0
+
+    def drain(self) -> None:
+        """Refuse new work from now on."""
+        self.draining = True
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            await self.app(scope, receive, send)
+            return
+        if not self._allowed(scope):
+            await error_response(_wrong_key())(scope, receive, send)
+            return
+        if scope["method"] != "POST":
+            await self.app(scope, receive, send)
+            return
+        if self.draining:
+            error = OverloadedError(
+                "the server is shutting down; no new requests", retry_after_s=5, unavailable=True
+            )
+            await error_response(error)(scope, receive, send)
+            return
+        self._under_way += 1
+        self.idle.clear()
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self._under_way -= 1
+            if self._under_way == 0:
+                self.idle.set()
+
+    def _allowed(self, scope: Scope) -> bool:
+        """Compare with every key in constant time, so that time tells nothing about them."""
+        if not self._keys:
+            return True
+        offered = b""
+        for name, value in scope["headers"]:
+            if name == b"x-api-key":
+                offered = value
+            elif name == b"authorization" and value[:7].lower() == b"bearer ":
+                offered = value[7:].strip()
+        matches = [hmac.compare_digest(offered, key) for key in self._keys]
+        return any(matches)
+
+
+def _wrong_key() -> HttpError:
+    return HttpError(
+        401,
+        "missing or wrong API key; send Authorization: Bearer KEY or x-api-key: KEY",
+        code="invalid_api_key",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
