@@ -1,0 +1,180 @@
+"""Batch: what one step does, decided by the scheduler and carried out by a runner.
+
+A batch is made on the host before the results of the step in flight are known, and carried out in
+order after it. It therefore holds values, not references to things the scheduler goes on changing;
+a decode row whose token is still being sampled says so, and takes it from the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from moet.models.base import ForwardInput
+from moet.runtime.sequence import Sequence
+from moet.types import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """A sequence takes its slot: its sampling state is set up."""
+
+    seq: Sequence
+    slot: int
+    num_tokens: int  # of seq.token_ids, known when the batch was made
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """A slot's sampling state is cleared."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class SetPages:
+    """Page-table row `slot` holds `pages` from place `first` on."""
+
+    slot: int
+    first: int
+    pages: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class SwapOut:
+    """Pages and rings of a preempted sequence go to host blocks."""
+
+    seq: Sequence
+    slot: int
+    pages: list[int]
+    page_blocks: list[int]
+    ring_blocks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class SwapIn:
+    """Pages and rings come back from host blocks."""
+
+    seq: Sequence
+    slot: int
+    pages: list[int]
+    page_blocks: list[int]
+    ring_blocks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """A slot's resumable rings are set from a snapshot of the prefix cache."""
+
+    seq: Sequence
+    slot: int
+    snapshot: int
+
+
+Command = Admit | Release | SetPages | SwapOut | SwapIn | Restore
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Consecutive rows of one sequence: positions start..start+num_tokens-1.
+
+    token_ids None: one row, whose token is the slot's newest on the device. `sample`: the last row
+    makes a token. Rows from first_logprob (-1: none) to the end of the prompt report prompt
+    log-probabilities of the tokens in `targets`. `snapshot`: save the rings under this id after
+    the step. `epoch`: of the sequence when the batch was made.
+    """
+
+    seq: Sequence
+    slot: int
+    epoch: int
+    start: int
+    num_tokens: int
+    token_ids: list[int] | None
+    sample: bool
+    first_logprob: int = -1
+    targets: list[int] = field(default_factory=list)
+    snapshot: int | None = None
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+
+@dataclass(slots=True)
+class Batch:
+    """Commands first, in order, then one forward pass over the rows (which may be none)."""
+
+    commands: list[Command]
+    rows: list[Row]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.rows)
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step made, by row of the batch.
+
+    tokens: row index -> token id of the rows that sample. errors: row index -> why the row's
+    sequence cannot go on (its entry in tokens, if any, means nothing).
+    """
+
+    tokens: dict[int, int] = field(default_factory=dict)
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+    num_corrupted: int = 0  # rows among the errors whose logits were not numbers
+    failed: bool = False  # the step itself
+    device_s: float = 0.0
+
+
+def forward_input(
+    rows: list[Row], *, last_token: Tensor, page_table: Tensor, page_size: int
+) -> ForwardInput:
+    """Build the model's input for the rows of a step (at least one).
+
+    last_token: [num_slots] int64, newest token of each slot. page_table: [num_slots, max_pages]
+    int64, by slot; its columns are cut to what the longest row needs.
+    """
+    token_ids: list[int] = []
+    positions: list[int] = []
+    offsets = [0]
+    wanted: list[int] = []
+    from_device: list[int] = []
+    for row in rows:
+        offset = offsets[-1]
+        if row.token_ids is None:
+            from_device.append(offset)
+            token_ids.append(0)
+            positions.append(row.start)
+        else:
+            token_ids += row.token_ids
+            positions += range(row.start, row.start + row.num_tokens)
+        if row.first_logprob >= 0:
+            first = offset + row.first_logprob - row.start
+            wanted += range(first, first + len(row.targets))
+        offsets.append(offset + row.num_tokens)
+        if row.sample:
+            wanted.append(offsets[-1] - 1)
+    device = last_token.device
+    seq_slots = torch.tensor([row.slot for row in rows], device=device)
+    tokens = torch.tensor(token_ids, device=device)
+    if len(from_device) == len(rows):
+        tokens = last_token[seq_slots]
+    elif from_device:
+        slots = [row.slot for row in rows if row.token_ids is None]
+        tokens[from_device] = last_token[slots]
+    seq_lens = tuple([row.start + row.num_tokens for row in rows])
+    num_pages = -(-max(seq_lens) // page_size)
+    return ForwardInput(
+        token_ids=tokens,
+        positions=torch.tensor(positions, device=device),
+        cu_seqlens_q=tuple(offsets),
+        seq_slots=seq_slots,
+        page_table=page_table[:, :num_pages].index_select(0, seq_slots),
+        seq_lens=seq_lens,
+        logits_indices=torch.tensor(wanted, dtype=torch.int64, device=device),
+    )

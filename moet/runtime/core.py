@@ -1,0 +1,309 @@
+"""EngineCore: requests of token ids in, token events out, one step at a time.
+
+Wires the parts and owns the loop; knows no text, no files and no transport. All calls come from one
+thread. With `overlap`, batches are carried out in order by a thread of their own and the next one
+is made before the last one's results are read; the plain loop carries each out in place. Both give
+the same tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from time import perf_counter
+
+from moet.config import CacheConfig, SchedulerConfig
+from moet.errors import ConfigError, ContextLengthError, OverloadedError, RequestError
+from moet.models.base import ExpertProvider, KVCacheSpec, Model
+from moet.runtime.batch import Batch, StepResult
+from moet.runtime.kv_cache import KVCache, resume_bytes
+from moet.runtime.metrics import CoreInfo, CoreStats, Counters
+from moet.runtime.model_runner import ModelRunner
+from moet.runtime.prefix_cache import root_key
+from moet.runtime.sampler import SamplerState
+from moet.runtime.sampling_params import validate_params
+from moet.runtime.scheduler import Scheduler
+from moet.runtime.sequence import Sequence
+from moet.runtime.sequence_memory import SequenceMemory
+from moet.types import FinishReason, Request, TokenEvent
+
+logger = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """A model at work. `precision` names the policy that the experts are computed with."""
+
+    def __init__(
+        self,
+        model: Model,
+        experts: ExpertProvider,
+        *,
+        cache: CacheConfig,
+        scheduler: SchedulerConfig,
+        precision: str,
+        vocab_size: int,
+        seed: int,
+    ) -> None:
+        spec = model.kv_cache_spec()
+        num_seqs = scheduler.max_num_seqs
+        num_pages = cache.budget_bytes // max(spec.bytes_per_page, 1)
+        window = _window(model, spec, cache, scheduler, num_pages)
+        snapshot_bytes = resume_bytes(spec)
+        keeps_snapshots = snapshot_bytes > 0 and cache.prefix_cache != "off"
+        kv = KVCache(
+            spec,
+            num_pages=num_pages,
+            num_seq_slots=num_seqs,
+            num_host_blocks=cache.host_budget_bytes // max(spec.bytes_per_page, 1),
+            num_snapshots=(cache.snapshot_budget_bytes // snapshot_bytes if keeps_snapshots else 0),
+        )
+        self._counters = Counters()
+        memory = SequenceMemory(
+            spec,
+            num_pages=num_pages,
+            num_seq_slots=num_seqs,
+            num_host_blocks=kv.num_host_blocks,
+            num_snapshots=kv.num_snapshots,
+            ring_blocks=kv.ring_blocks,
+            snapshot_interval=scheduler.snapshot_interval,
+            prefix_cache=cache.prefix_cache,
+            counters=self._counters,
+        )
+        sampler = SamplerState(num_seqs, model.vocab_size)
+        self._runner = ModelRunner(
+            model,
+            experts,
+            kv,
+            sampler,
+            num_seq_slots=num_seqs,
+            max_pages_per_seq=memory.num_pages_for(window),
+        )
+        self._scheduler = Scheduler(scheduler, memory, self._counters)
+        self._in_flight: deque[tuple[Batch, Future[StepResult]]] = deque()
+        self._thread = (
+            ThreadPoolExecutor(1, thread_name_prefix="moet-step") if scheduler.overlap else None
+        )
+        self._seeds = random.Random(seed)
+        self._num_submitted = 0
+        self._info = CoreInfo(
+            vocab_size=vocab_size,
+            max_model_len=window,
+            precision=precision,
+            page_size=spec.page_size,
+            num_pages=num_pages,
+            kv_cache_bytes=num_pages * spec.bytes_per_page + num_seqs * spec.bytes_per_seq,
+            num_seq_slots=num_seqs,
+            num_host_blocks=kv.num_host_blocks,
+            num_snapshots=kv.num_snapshots,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            prefix_cache=cache.prefix_cache,
+            overlap=scheduler.overlap,
+        )
+        logger.info("engine core %s", self._info)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether step() still has something to do or to tell."""
+        return bool(self._in_flight) or self._scheduler.has_work
+
+    def submit(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises RequestError (ContextLengthError) for what can never be served and OverloadedError
+        when too much waits; nothing has happened then.
+        """
+        max_len = self._validate(request)
+        self._check_queue(len(request.prompt_token_ids))
+        params = request.params
+        eos = () if params.ignore_eos else request.eos_token_ids
+        drawn = self._seeds.getrandbits(63)  # always, so that one request moves no other's draw
+        seq = Sequence(
+            request=request,
+            arrival=self._num_submitted,
+            seed=drawn if params.seed is None else params.seed,
+            max_len=max_len,
+            root=root_key(request.cache_salt, self._info.precision),
+            stop_ids=frozenset(params.stop_token_ids).union(eos),
+            token_ids=list(request.prompt_token_ids),
+        )
+        seq.times.submitted = perf_counter()
+        self._num_submitted += 1
+        self._scheduler.add(seq)
+
+    def abort(self, request_id: str, *, reason: FinishReason = FinishReason.ABORT) -> None:
+        """End a request at once; its last event, with this reason, comes from the next step().
+
+        An id that is not there (any more) is no error: the request may have just finished.
+        """
+        self._scheduler.abort(request_id, reason)
+
+    def step(self) -> list[TokenEvent]:
+        """Make one batch and apply the results of the oldest one in flight."""
+        batch = self._scheduler.schedule()
+        if self._thread is None:
+            if batch is None:
+                return self._scheduler.take_events()
+            return self._apply(batch, self._runner.run(batch))
+        if batch is not None:
+            self._in_flight.append((batch, self._thread.submit(self._runner.run, batch)))
+        if self._in_flight and (batch is None or len(self._in_flight) > 1):
+            oldest, future = self._in_flight.popleft()
+            return self._apply(oldest, future.result())
+        return self._scheduler.take_events()
+
+    def info(self) -> CoreInfo:
+        return self._info
+
+    def stats(self) -> CoreStats:
+        """The books as they are now. O(1) but for the histograms."""
+        memory, counters = self._scheduler.memory, self._counters
+        pool, cache = memory.cache.pool, memory.cache
+        held = pool.num_used - cache.num_evictable
+        return CoreStats(
+            num_running=len(self._scheduler.running),
+            num_waiting=self._scheduler.num_waiting,
+            num_used_pages=held,
+            num_cached_pages=cache.num_evictable,
+            num_used_host_blocks=memory.host.num_used,
+            num_used_snapshots=cache.snapshots.num_used,
+            kv_cache_usage=held / pool.num_pages,
+            num_steps=counters.num_steps,
+            prompt_tokens=counters.prompt_tokens,
+            generation_tokens=counters.generation_tokens,
+            cached_tokens=counters.cached_tokens,
+            prefix_queries=counters.prefix_queries,
+            prefix_hits=counters.prefix_hits,
+            num_preemptions=counters.num_preemptions,
+            num_recomputed=counters.num_recomputed,
+            num_rejected=counters.num_rejected,
+            num_corrupted=counters.num_corrupted,
+            num_failed_steps=counters.num_failed_steps,
+            finished=dict(counters.finished),
+            step_time_s=counters.step_time_s.stats(),
+            step_tokens=counters.step_tokens.stats(),
+            time_to_first_token_s=counters.time_to_first_token_s.stats(),
+            inter_token_latency_s=counters.inter_token_latency_s.stats(),
+            request_latency_s=counters.request_latency_s.stats(),
+            queue_time_s=counters.queue_time_s.stats(),
+            prefill_time_s=counters.prefill_time_s.stats(),
+            decode_time_s=counters.decode_time_s.stats(),
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError if the books do not balance. Between steps; O(pages)."""
+        rows = [row for batch, _ in self._in_flight for row in batch.rows]
+        self._scheduler.check(sum(row.snapshot is not None for row in rows))
+        if not self.has_work:
+            self._runner.sampler.check()
+
+    def clear_prefix_cache(self) -> None:
+        """Forget every page that no sequence holds, and find none of the others again."""
+        self._scheduler.memory.cache.clear()
+
+    def shutdown(self) -> None:
+        """Abort what is open, wait for the steps in flight and stop; events are dropped."""
+        for request_id in list(self._scheduler.sequences):
+            self.abort(request_id)
+        while self.has_work:
+            self.step()
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def _apply(self, batch: Batch, result: StepResult) -> list[TokenEvent]:
+        counters = self._counters
+        if batch.rows:
+            counters.num_steps += 1
+            counters.step_time_s.observe(result.device_s)
+            counters.step_tokens.observe(batch.num_tokens)
+            counters.num_corrupted += result.num_corrupted
+            counters.num_failed_steps += result.failed
+        events = self._scheduler.commit(batch, result)
+        if not self.has_work:
+            self._scheduler.memory.check_idle()
+        return events
+
+    def _validate(self, request: Request) -> int:
+        """Refuse what can never be served; returns the most tokens the sequence may reach."""
+        prompt, params, window = request.prompt_token_ids, request.params, self._info.max_model_len
+        if request.request_id in self._scheduler.sequences:
+            raise RequestError(
+                f"request id {request.request_id!r} is in use; ids must be unique",
+                param="request_id",
+            )
+        if not prompt:
+            raise RequestError("the prompt has no tokens; it needs at least one", param="prompt")
+        least = 0 if params.max_tokens == 0 else 1
+        if len(prompt) + least > window:
+            raise ContextLengthError(
+                f"prompt has {len(prompt)} tokens; this server allows {window - least} with room "
+                f"for an answer (--max-model-len {window}); {self._pages(len(prompt) + least)}"
+            )
+        validate_params(params, self._info.vocab_size, window)
+        low, high = min(prompt), max(prompt)
+        if low < 0 or high >= self._info.vocab_size:
+            raise RequestError(
+                f"prompt has token id {low if low < 0 else high}; ids must be from 0 to "
+                f"{self._info.vocab_size - 1}",
+                param="prompt",
+            )
+        if params.max_tokens is None:
+            return window
+        total = len(prompt) + params.max_tokens
+        if total > window:
+            raise ContextLengthError(
+                f"prompt has {len(prompt)} tokens and max_tokens is {params.max_tokens}, together "
+                f"{total}; this server allows {window} (--max-model-len); shorten the prompt or "
+                f"ask for at most {window - len(prompt)}; {self._pages(total)}"
+            )
+        return total
+
+    def _pages(self, num_tokens: int) -> str:
+        needed = self._scheduler.memory.num_pages_for(num_tokens)
+        return f"{needed} pages needed, {self._info.num_pages} exist"
+
+    def _check_queue(self, num_tokens: int) -> None:
+        scheduler, config = self._scheduler, self._scheduler.config
+        waiting = scheduler.num_new_tokens
+        if scheduler.num_new >= config.max_queued_requests:
+            self._counters.num_rejected += 1
+            raise OverloadedError(
+                f"{scheduler.num_new} requests wait; this server queues "
+                f"{config.max_queued_requests} (--max-queued-requests); try again later"
+            )
+        if waiting and waiting + num_tokens > config.max_queued_tokens:
+            self._counters.num_rejected += 1
+            raise OverloadedError(
+                f"{waiting} prompt tokens wait and this request brings {num_tokens}; this server "
+                f"queues {config.max_queued_tokens} (--max-queued-tokens); try again later"
+            )
+
+
+def _window(
+    model: Model,
+    spec: KVCacheSpec,
+    cache: CacheConfig,
+    scheduler: SchedulerConfig,
+    num_pages: int,
+) -> int:
+    """The longest sequence, in tokens. Any one that long fits the pages alone.
+
+    Raises ConfigError with what is needed and what there is.
+    """
+    room = num_pages * spec.page_size
+    wanted = scheduler.max_model_len
+    needed = 2 if wanted is None else wanted
+    if needed > model.max_position_embeddings:
+        raise ConfigError(
+            f"--max-model-len is {needed}; the model's positions end at "
+            f"{model.max_position_embeddings}"
+        )
+    if needed > room:
+        bytes_needed = -(-needed // spec.page_size) * spec.bytes_per_page
+        raise ConfigError(
+            f"a sequence of {needed} tokens needs {bytes_needed} bytes of pages; "
+            f"--kv-cache-memory gives {cache.budget_bytes}, enough for {room} tokens. Raise "
+            "--kv-cache-memory or lower --max-model-len"
+        )
+    return min(model.max_position_embeddings, room) if wanted is None else wanted

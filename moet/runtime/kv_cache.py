@@ -1,0 +1,108 @@
+"""A model's state as raw bytes: device tensors, and host memory for what has to leave them.
+
+Built from the model's KVCacheSpec; what an entry means is the model's affair. Host memory comes in
+two arenas: blocks of one page's bytes, for the pages and rings of preempted sequences, and resume
+snapshots of the prefix cache. Ids are handed out elsewhere; this file only copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moet.errors import ConfigError
+from moet.models.base import KVCacheSpec, KVGroup
+
+
+def resume_bytes(spec: KVCacheSpec) -> int:
+    """Bytes of one resume snapshot; 0 if any page border can be resumed without one."""
+    return sum(g.page_bytes * len(g.layers) for g in spec.groups if g.kind == "ring" and g.resume)
+
+
+class KVCache:
+    """`tensors` is what Model.forward gets: name -> uint8 [layers, pages or slots, page_bytes]."""
+
+    def __init__(
+        self,
+        spec: KVCacheSpec,
+        *,
+        num_pages: int,
+        num_seq_slots: int,
+        num_host_blocks: int,
+        num_snapshots: int,
+        device: str = "cpu",
+    ) -> None:
+        if spec.bytes_per_page == 0:
+            raise ConfigError("the model keeps no paged state; the runtime has nothing to page")
+        self.spec = spec
+        self.block_bytes = spec.bytes_per_page
+        self.ring_blocks = -(-spec.bytes_per_seq // self.block_bytes)  # per sequence
+        self.num_host_blocks = num_host_blocks
+        self.num_snapshots = num_snapshots
+        sizes = {"paged": num_pages, "ring": num_seq_slots}
+        self.tensors: dict[str, Tensor] = {
+            g.name: torch.zeros(
+                (len(g.layers), sizes[g.kind], g.page_bytes), dtype=torch.uint8, device=device
+            )
+            for g in spec.groups
+        }
+        self._paged = [g for g in spec.groups if g.kind == "paged"]
+        self._rings = [g for g in spec.groups if g.kind == "ring"]
+        self._resumable = [g for g in self._rings if g.resume]
+        self._blocks = torch.zeros((num_host_blocks, self.block_bytes), dtype=torch.uint8)
+        self._snapshots = torch.zeros((num_snapshots, resume_bytes(spec)), dtype=torch.uint8)
+
+    def pages_to_host(self, pages: Sequence[int], blocks: Sequence[int]) -> None:
+        """Copy page pages[i] of every paged group into host block blocks[i]."""
+        offset = 0
+        for group in self._paged:
+            taken = self.tensors[group.name][:, list(pages)]  # [layers, n, page_bytes]
+            flat = taken.transpose(0, 1).reshape(len(pages), -1)
+            self._blocks[list(blocks), offset : offset + flat.shape[1]] = flat.cpu()
+            offset += flat.shape[1]
+
+    def pages_from_host(self, pages: Sequence[int], blocks: Sequence[int]) -> None:
+        """Copy host block blocks[i] back into page pages[i]."""
+        offset = 0
+        for group in self._paged:
+            tensor = self.tensors[group.name]
+            width = len(group.layers) * group.page_bytes
+            flat = self._blocks[list(blocks), offset : offset + width]
+            rows = flat.reshape(len(pages), len(group.layers), group.page_bytes)
+            tensor[:, list(pages)] = rows.transpose(0, 1).to(tensor.device)
+            offset += width
+
+    def rings_to_host(self, slot: int, blocks: Sequence[int]) -> None:
+        """Copy all ring state of a sequence slot into `ring_blocks` host blocks."""
+        if not self._rings:
+            return
+        flat = self._gather(self._rings, slot)
+        flat = torch.nn.functional.pad(flat, (0, len(blocks) * self.block_bytes - len(flat)))
+        self._blocks[list(blocks)] = flat.reshape(len(blocks), self.block_bytes)
+
+    def rings_from_host(self, slot: int, blocks: Sequence[int]) -> None:
+        """Copy ring state back from host blocks into a sequence slot."""
+        self._scatter(self._rings, slot, self._blocks[list(blocks)].reshape(-1))
+
+    def save_snapshot(self, slot: int, snapshot: int) -> None:
+        """Keep the resumable rings of a sequence slot."""
+        self._snapshots[snapshot] = self._gather(self._resumable, slot)
+
+    def restore_snapshot(self, slot: int, snapshot: int) -> None:
+        """Put kept rings into a sequence slot."""
+        self._scatter(self._resumable, slot, self._snapshots[snapshot])
+
+    def _gather(self, groups: list[KVGroup], slot: int) -> Tensor:
+        parts = [self.tensors[g.name][:, slot].reshape(-1).cpu() for g in groups]
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.uint8)
+
+    def _scatter(self, groups: list[KVGroup], slot: int, flat: Tensor) -> None:
+        offset = 0
+        for group in groups:
+            tensor = self.tensors[group.name]
+            width = len(group.layers) * group.page_bytes
+            rows = flat[offset : offset + width].reshape(len(group.layers), group.page_bytes)
+            tensor[:, slot] = rows.to(tensor.device)
+            offset += width
