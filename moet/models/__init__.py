@@ -1,1 +1,51 @@
 """The two models: config, layers, weight map, KV spec. Tensors in, logits out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from moet.errors import ConfigError
+
+if TYPE_CHECKING:
+    from moet.config import KVDtype, ModelSettings
+    from moet.models.base import Model, TensorSource
+
+
+def _deepseek_v4(
+    raw_config: Mapping[str, Any],
+    source: TensorSource,
+    settings: ModelSettings,
+    kv_dtype: KVDtype,
+    num_spec_tokens: int,
+) -> Model:
+    from moet.models.deepseek_v4 import DeepseekV4
+    from moet.models.deepseek_v4_config import DeepseekV4Config
+
+    config = DeepseekV4Config.from_dict(raw_config)
+    return DeepseekV4.load(config, source, settings, kv_dtype, num_spec_tokens)
+
+
+_Loader = Callable[..., "Model"]
+LOADERS: Mapping[str, _Loader] = {"DeepseekV4ForCausalLM": _deepseek_v4}
+
+
+def load_model(
+    raw_config: Mapping[str, Any],
+    source: TensorSource,
+    settings: ModelSettings,
+    kv_dtype: KVDtype,
+    num_spec_tokens: int = 0,
+) -> Model:
+    """Build the model that a parsed config.json names, reading everything but routed experts.
+
+    Raises ConfigError for an unknown architecture or config, CheckpointError for bad tensors.
+    """
+    architectures = raw_config.get("architectures") or [None]
+    loader = LOADERS.get(architectures[0])
+    if loader is None:
+        raise ConfigError(
+            f"config.json names the architecture {architectures[0]!r}; moet runs "
+            f"{', '.join(LOADERS)}"
+        )
+    return loader(raw_config, source, settings, kv_dtype, num_spec_tokens)

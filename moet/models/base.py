@@ -3,7 +3,7 @@ it reads. Nothing here knows a particular model, a request or a memory budget.""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -82,6 +82,14 @@ class KVCacheSpec:
 
 KVTensors = Mapping[str, Tensor]
 """Group name -> uint8 [len(layers), num_pages or num_seq_slots, page_bytes]."""
+
+
+class TensorSource(Protocol):
+    """Named weights with their dtypes as stored: a checkpoint, a pack, or tensors in memory."""
+
+    def names(self) -> Iterable[str]: ...
+
+    def load(self, name: str) -> Tensor: ...
 
 
 class ExpertProvider(Protocol):

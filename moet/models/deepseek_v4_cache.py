@@ -1,0 +1,157 @@
+"""DeepSeek-V4-Flash's state: which entries exist, how they are encoded, and where a step's rows
+read and write them. Holds no weights and no arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moet.config import KVDtype
+from moet.errors import ConfigError
+from moet.kernels.cache import EntryFormat, Fp8Rows, Mxfp4Rows, PlainRows
+from moet.models.base import ForwardInput, KVCacheSpec, KVGroup, KVTensors
+from moet.models.deepseek_v4_config import DeepseekV4Config, LayerKind
+
+PAGE_SIZE = 256  # tokens; two windows of ratio 128, so that no window is pending at a page border
+RATIO_OF_KIND: dict[LayerKind, int] = {"window": 0, "csa": 4, "hca": 128}
+
+
+class LayerCache:
+    """One kind of state of one layer: the encoding and, given the step's tensors, the bytes."""
+
+    def __init__(self, group: str, idx: int, form: EntryFormat) -> None:
+        self.group = group
+        self.idx = idx
+        self.form = form
+
+    def write(self, kv: KVTensors, slots: Tensor, rows: Tensor) -> None:
+        """rows: [n, width] fp32 to slots [n] int64; -1 is skipped."""
+        self.form.write(kv[self.group][self.idx], slots, rows)
+
+    def read(self, kv: KVTensors, slots: Tensor) -> Tensor:
+        """Returns [n, width] fp32."""
+        return self.form.read(kv[self.group][self.idx], slots)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    kind: str
+    layers: tuple[int, ...]
+    form: EntryFormat
+    resume: bool
+
+
+class CacheLayout:
+    """All state of the model under one KV format.
+
+    kv_dtype "fp8" keeps index keys as MXFP4; "bf16" and "fp32" keep everything in that dtype.
+    num_spec_tokens: drafted tokens per step; rings keep that many rows more, so that rejected rows
+    never overwrite rows that are still needed, and the draft block's window is the last layer.
+    """
+
+    def __init__(self, config: DeepseekV4Config, kv_dtype: KVDtype, num_spec_tokens: int) -> None:
+        if kv_dtype not in ("fp32", "bf16", "fp8"):
+            raise ConfigError(
+                f"--kv-dtype {kv_dtype} does not exist for DeepSeek-V4-Flash; use fp8, bf16 or fp32"
+            )
+        self.kv_dtype = kv_dtype
+        self.quantised_index = kv_dtype == "fp8"
+        num_layers = config.num_hidden_layers + (1 if num_spec_tokens else 0)
+        every = tuple(range(num_layers))
+        csa = tuple(i for i in every if config.layer_kind(i) == "csa")
+        hca = tuple(i for i in every if config.layer_kind(i) == "hca")
+        window = config.sliding_window + num_spec_tokens
+        head_dim, index_dim = config.head_dim, config.index_head_dim
+
+        def state(values: int, entries: int) -> EntryFormat:  # values and scores, fp32
+            return PlainRows(2 * values, entries, torch.float32)
+
+        csa_rows, hca_rows = 8 + num_spec_tokens, 128 + num_spec_tokens
+        groups = {
+            "window": _Group("ring", every, self._rows(config, window), True),
+            "csa_entries": _Group("paged", csa, self._rows(config, PAGE_SIZE // 4), False),
+            "hca_entries": _Group("paged", hca, self._rows(config, PAGE_SIZE // 128), False),
+            "index_keys": _Group("paged", csa, self._index_rows(config), False),
+            "csa_state": _Group("ring", csa, state(2 * head_dim, csa_rows), True),
+            "index_state": _Group("ring", csa, state(2 * index_dim, csa_rows), True),
+            "hca_state": _Group("ring", hca, state(head_dim, hca_rows), False),
+        }
+        self._groups = {name: group for name, group in groups.items() if group.layers}
+
+    def _rows(self, config: DeepseekV4Config, entries: int) -> EntryFormat:
+        if self.kv_dtype == "fp8":
+            return Fp8Rows(config.qk_nope_head_dim, config.qk_rope_head_dim, entries)
+        return PlainRows(config.head_dim, entries, _PLAIN[self.kv_dtype])
+
+    def _index_rows(self, config: DeepseekV4Config) -> EntryFormat:
+        if self.kv_dtype == "fp8":
+            return Mxfp4Rows(config.index_head_dim, PAGE_SIZE // 4)
+        return PlainRows(config.index_head_dim, PAGE_SIZE // 4, _PLAIN[self.kv_dtype])
+
+    def cache(self, group: str, layer_idx: int) -> LayerCache:
+        return LayerCache(
+            group, self._groups[group].layers.index(layer_idx), self._groups[group].form
+        )
+
+    def spec(self) -> KVCacheSpec:
+        return KVCacheSpec(
+            PAGE_SIZE,
+            tuple(
+                KVGroup(
+                    name=name,
+                    kind="paged" if group.kind == "paged" else "ring",
+                    layers=group.layers,
+                    entries_per_page=group.form.entries_per_page,
+                    page_bytes=group.form.page_bytes,
+                    resume=group.resume,
+                )
+                for name, group in self._groups.items()
+            ),
+        )
+
+
+_PLAIN = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRows:
+    """One sequence's part of a step: rows first:last hold positions start..end-1."""
+
+    first: int
+    last: int
+    start: int
+    end: int
+    seq_slot: int
+    pages: Tensor
+
+    def ring_slots(self, lo: int, hi: int, num_entries: int) -> Tensor:
+        """Slots of positions lo..hi-1 in a ring group."""
+        return self.seq_slot * num_entries + torch.arange(lo, hi) % num_entries
+
+    def entry_slots(self, lo: int, hi: int, ratio: int) -> Tensor:
+        """Slots of compressed entries lo..hi-1 in a paged group."""
+        return self.slots_of(torch.arange(lo, hi), ratio)
+
+    def slots_of(self, entries: Tensor, ratio: int) -> Tensor:
+        """Slots of the given compressed entries, [n] int64."""
+        per_page = PAGE_SIZE // ratio
+        return self.pages[entries // per_page] * per_page + entries % per_page
+
+
+def sequences(inputs: ForwardInput) -> list[SequenceRows]:
+    """The step by sequence."""
+    bounds, slots = inputs.cu_seqlens_q, inputs.seq_slots.tolist()
+    return [
+        SequenceRows(
+            first=bounds[i],
+            last=bounds[i + 1],
+            start=inputs.seq_lens[i] - (bounds[i + 1] - bounds[i]),
+            end=inputs.seq_lens[i],
+            seq_slot=slots[i],
+            pages=inputs.page_table[i],
+        )
+        for i in range(len(slots))
+        if bounds[i + 1] > bounds[i]
+    ]

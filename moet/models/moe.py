@@ -1,0 +1,165 @@
+"""Router and expert mixture, and experts that are simply all resident. Knows no tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from moet.config import ModelSettings
+from moet.kernels.gemm import linear_fp32
+from moet.kernels.moe import (
+    ExpertTable,
+    F32Experts,
+    expert_mixture,
+    expert_weights,
+    route_by_bias,
+    route_by_token,
+    swiglu,
+)
+from moet.kernels.registry import Op
+from moet.models.base import ExpertProvider
+from moet.models.formats import dequantize_mxfp4
+from moet.models.layers import Linear, Weights
+
+
+class Router:
+    """Chooses experts and weighs them: by biased score, or by token id if `table` is given.
+
+    scores turns logits into scores, which is where the models differ.
+    weight: [num_experts, dim] fp32. bias: [num_experts] fp32. table: [vocab_size, top_k] int64.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        *,
+        bias: Tensor | None,
+        table: Tensor | None,
+        top_k: int,
+        scaling_factor: float,
+        scores: Op[[Tensor], Tensor],
+        arch: str,
+    ) -> None:
+        assert (bias is None) != (table is None)
+        self.weight = weight
+        self.bias = bias
+        self.table = table
+        self.top_k = top_k
+        self.scaling_factor = scaling_factor
+        self._logits = linear_fp32.bind(arch=arch)
+        self._scores = scores.bind(arch=arch)
+        self._by_bias = route_by_bias.bind(arch=arch)
+        self._by_token = route_by_token.bind(arch=arch)
+        self._weigh = expert_weights.bind(arch=arch)
+
+    def __call__(self, x: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """x: [n, dim]. Returns expert ids [n, top_k] int64 and weights [n, top_k] fp32."""
+        scores = self._scores(self._logits(x, self.weight))
+        if self.table is not None:
+            expert_ids = self._by_token(token_ids, self.table)
+        else:
+            assert self.bias is not None
+            expert_ids = self._by_bias(scores, self.bias, top_k=self.top_k)
+        return expert_ids, self._weigh(scores, expert_ids, scaling_factor=self.scaling_factor)
+
+
+class SwigluMlp:
+    """Three linears that every token passes: a shared expert, or the MLP of a dense layer."""
+
+    def __init__(
+        self, w1: Linear, w3: Linear, w2: Linear, *, limit: float | None, arch: str
+    ) -> None:
+        self.w1, self.w3, self.w2 = w1, w3, w2
+        self.limit = limit
+        self._swiglu = swiglu.bind(arch=arch)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.w2(self._swiglu(self.w1(x), self.w3(x), limit=self.limit).to(x.dtype))
+
+
+class MoE:
+    """Routed experts plus the shared one. Where the routed ones are is the provider's affair."""
+
+    def __init__(
+        self,
+        layer_idx: int,
+        router: Router,
+        shared: SwigluMlp,
+        *,
+        limit: float | None,
+        settings: ModelSettings,
+        weigh_output: bool = False,
+    ) -> None:
+        self.layer_idx = layer_idx
+        self.router = router
+        self.shared = shared
+        self.limit = limit
+        self.weigh_output = weigh_output
+        self.round_activations = settings.rounding == "deployed"
+        self._mixture = expert_mixture.bind(arch=settings.arch)
+
+    def __call__(self, x: Tensor, token_ids: Tensor, experts: ExpertProvider) -> Tensor:
+        """x: [n, dim], token_ids: [n]. Returns [n, dim] in the dtype of x."""
+        expert_ids, weights = self.router(x, token_ids)
+        routed = self._mixture(
+            x,
+            expert_ids,
+            weights,
+            experts.resolve(self.layer_idx, expert_ids),
+            limit=self.limit,
+            round_activations=self.round_activations,
+            weigh_output=self.weigh_output,
+        )
+        return (routed + self.shared(x).float()).to(x.dtype)
+
+
+class ResidentExperts:
+    """Every expert of every layer in one table per layer; nothing ever moves."""
+
+    def __init__(self, tables: Mapping[int, ExpertTable]) -> None:
+        self.tables = tables
+
+    def resolve(self, layer_idx: int, expert_ids: Tensor) -> ExpertTable:
+        return self.tables[layer_idx]
+
+    @classmethod
+    def load(
+        cls,
+        weights: Weights,
+        prefixes: Mapping[int, str],
+        *,
+        num_experts: int,
+        dim: int,
+        inter: int,
+        names: tuple[str, str, str] = ("w1", "w3", "w2"),
+    ) -> ResidentExperts:
+        """Read the experts `prefixes[layer_idx]` + "{expert_id}.w1" and so on as fp32, exact.
+
+        names: what gate, up and down are called in the source.
+        Accepts MXFP4 (int8 pairs), fp8 block-128 and float weights, by dtype.
+        """
+        form = F32Experts(dim, inter)
+        tables = {}
+        for layer_idx, prefix in prefixes.items():
+            rows = torch.empty(num_experts, form.row_bytes, dtype=torch.uint8)
+            for expert_id in range(num_experts):
+                expert = weights.under(f"{prefix}{expert_id}.")
+                shapes = ((inter, dim), (inter, dim), (dim, inter))
+                matrices = [
+                    _expert_matrix(expert, name, *shape)
+                    for name, shape in zip(names, shapes, strict=True)
+                ]
+                rows[expert_id] = form.pack(*matrices)
+            tables[layer_idx] = ExpertTable(form, rows, torch.arange(num_experts))
+        return cls(tables)
+
+
+def _expert_matrix(weights: Weights, name: str, num_out: int, num_in: int) -> Tensor:
+    """One matrix of an expert in fp32; pairs of FP4 values are stored as int8 of half the width."""
+    stored = weights.source.load(f"{weights.prefix}{name}.weight")
+    if stored.dtype in (torch.int8, torch.uint8):
+        packed = weights.tensor(f"{name}.weight", num_out, num_in // 2).view(torch.uint8)
+        return dequantize_mxfp4(packed, weights.tensor(f"{name}.scale", num_out, num_in // 32))
+    return weights.matrix(name, num_out, num_in)[0]
