@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from moet.errors import OverloadedError, RequestError
+from moet.errors import ContextLengthError, OverloadedError, RequestError
 from moet.runtime.host import Build, Progress
-from moet.runtime.messages import CoreInfo, CoreStats
+from moet.runtime.metrics import CoreInfo, CoreStats, Counters, Histogram
 from moet.types import FinishReason, Request, TokenEvent, TokenLogprobs
 
 Script = Callable[[Request], list[int]]
@@ -43,6 +43,7 @@ class ScriptedCore:
         self.max_open = max_open
         self.step_s = step_s
         self.open: dict[str, tuple[Request, list[int], int]] = {}
+        self.counters = Counters()
         self.submitted: list[Request] = []
         self.aborted: list[str] = []
 
@@ -53,8 +54,11 @@ class ScriptedCore:
     def submit(self, request: Request) -> None:
         if len(self.open) >= self.max_open:
             raise OverloadedError(f"{len(self.open)} requests wait; the limit is {self.max_open}")
-        if len(request.prompt_token_ids) >= self.max_model_len:
-            raise RequestError("too long", param="prompt", code="context_length_exceeded")
+        prompt = request.prompt_token_ids
+        if len(prompt) + (request.params.max_tokens != 0) > self.max_model_len:
+            raise ContextLengthError(f"prompt has {len(prompt)} tokens; {self.max_model_len} fit")
+        if not prompt or not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
+            raise RequestError("the prompt is not made of the model's ids", param="prompt")
         self.submitted.append(request)
         self.open[request.request_id] = request, self.script(request), 0
 
@@ -109,10 +113,36 @@ class ScriptedCore:
         )
 
     def stats(self) -> CoreStats:
-        return CoreStats(num_running=len(self.open), num_waiting=0, num_used_pages=len(self.open))
+        counters = {name: getattr(self.counters, name) for name in Counters.__slots__}
+        return CoreStats(
+            num_running=len(self.open),
+            num_waiting=0,
+            num_used_pages=len(self.open),
+            num_cached_pages=0,
+            num_used_host_blocks=0,
+            num_used_snapshots=0,
+            kv_cache_usage=len(self.open) / 1000,
+            **{
+                name: value.stats() if isinstance(value, Histogram) else value
+                for name, value in counters.items()
+            },
+        )
 
     def info(self) -> CoreInfo:
-        return CoreInfo(vocab_size=self.vocab_size, max_model_len=self.max_model_len)
+        return CoreInfo(
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+            precision="w2",
+            page_size=256,
+            num_pages=1000,
+            kv_cache_bytes=1 << 20,
+            num_seq_slots=self.max_open,
+            num_host_blocks=0,
+            num_snapshots=0,
+            max_num_batched_tokens=2048,
+            prefix_cache="on",
+            overlap=False,
+        )
 
     def check(self) -> None:
         assert not self.open

@@ -23,8 +23,6 @@ from moet.runtime.messages import (
     Ask,
     Closed,
     Command,
-    CoreInfo,
-    CoreStats,
     ErrorInfo,
     Events,
     Failed,
@@ -35,6 +33,7 @@ from moet.runtime.messages import (
     Stop,
     Submit,
 )
+from moet.runtime.metrics import CoreInfo, CoreStats
 from moet.types import FinishReason, Request, TokenEvent
 
 logger = logging.getLogger(__name__)

@@ -14,22 +14,12 @@ from moet.errors import (
     OverloadedError,
     RequestError,
 )
+from moet.runtime.metrics import CoreInfo, CoreStats
 from moet.types import Request, TokenEvent
 
 _PLAIN = {
     kind.__name__: kind for kind in (ConfigError, CheckpointError, KernelError, EngineDeadError)
 }
-
-
-class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
-    vocab_size: int
-    max_model_len: int
-
-
-class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
-    num_running: int = 0
-    num_waiting: int = 0
-    num_used_pages: int = 0
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,20 +14,36 @@ from moet.server.errors import HttpError, error_response
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
 
 
-class Gate:
-    """ASGI middleware. `drain()` refuses new work; `idle` is set while none is under way."""
+class Traffic:
+    """Requests under way, and whether more may come. `idle` is set while there are none."""
 
-    def __init__(self, app: ASGIApp, *, api_keys: Sequence[str]) -> None:
-        self.app = app
+    def __init__(self) -> None:
         self.draining = False
         self.idle = asyncio.Event()
         self.idle.set()
-        self._keys = [key.encode() for key in api_keys]
         self._under_way = 0
 
     def drain(self) -> None:
-        """Refuse new work from now on."""
+        """Let nothing more in."""
         self.draining = True
+
+    def enter(self) -> None:
+        self._under_way += 1
+        self.idle.clear()
+
+    def leave(self) -> None:
+        self._under_way -= 1
+        if self._under_way == 0:
+            self.idle.set()
+
+
+class Gate:
+    """ASGI middleware: keys first, then draining, then the count of POST requests."""
+
+    def __init__(self, app: ASGIApp, *, traffic: Traffic, api_keys: Sequence[str]) -> None:
+        self.app = app
+        self._traffic = traffic
+        self._keys = [key.encode() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
@@ -39,20 +55,17 @@ class Gate:
         if scope["method"] != "POST":
             await self.app(scope, receive, send)
             return
-        if self.draining:
+        if self._traffic.draining:
             error = OverloadedError(
                 "the server is shutting down; no new requests", retry_after_s=5, unavailable=True
             )
             await error_response(error)(scope, receive, send)
             return
-        self._under_way += 1
-        self.idle.clear()
+        self._traffic.enter()
         try:
             await self.app(scope, receive, send)
         finally:
-            self._under_way -= 1
-            if self._under_way == 0:
-                self.idle.set()
+            self._traffic.leave()
 
     def _allowed(self, scope: Scope) -> bool:
         """Compare with every key in constant time, so that time tells nothing about them."""

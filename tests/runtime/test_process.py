@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from moet.errors import ConfigError, EngineDeadError, RequestError
+from moet.errors import ConfigError, ContextLengthError, EngineDeadError, RequestError
 from moet.runtime.host import Host, Progress, ThreadHost
 from moet.runtime.process import ProcessHost
 from moet.types import FinishReason, Request, SamplingParams, TokenEvent
@@ -81,7 +81,8 @@ def test_a_refusal_keeps_its_kind_and_leaves_nothing_open(
     Listener(host)
     with pytest.raises(RequestError) as caught:
         host.submit(request("a", [7] * 5000)).result(60)
-    assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")
+    assert isinstance(caught.value, ContextLengthError)
+    assert (caught.value.param, caught.value.code) == ("messages", "context_length_exceeded")
     assert not host._open
     host.close()
 

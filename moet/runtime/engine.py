@@ -1,0 +1,493 @@
+"""Engine: prompts to text, sync and async, over a core in a thread or in a process of its own.
+
+Knows tokens, text and requests; knows nothing of HTTP, chat formats or tensors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
+from itertools import count
+from types import TracebackType
+
+import msgspec
+
+from moet.config import CacheConfig, EngineConfig, ModelSettings, SchedulerConfig
+from moet.errors import MoetError, OverloadedError, RequestError
+from moet.runtime.host import Host, HostState, ThreadHost
+from moet.runtime.loader import load_core, load_text
+from moet.runtime.metrics import CoreInfo, CoreStats
+from moet.runtime.output import Choice, Completion, Output, TextAssembler
+from moet.runtime.process import ProcessHost
+from moet.runtime.sampling_params import validate_params
+from moet.runtime.text_side import TextSide
+from moet.types import Request, SamplingParams, TokenEvent
+
+logger = logging.getLogger(__name__)
+
+Prompt = str | Sequence[int]
+MAX_N = 128
+MAX_IN_FLIGHT = 256  # requests that `generate` keeps open at a time
+
+
+class Engine:
+    """A model that answers prompts.
+
+    model: "demo" (a tiny synthetic model with random words, built at first use), a checkpoint
+    folder in the official layout (converted to a pack at first use) or a pack folder.
+    own_process: run the step loop in a process of its own; call from under
+    `if __name__ == "__main__"` then. wait: return only when requests are taken; otherwise calls
+    raise OverloadedError until `state` is "ready".
+
+    Raises ConfigError or CheckpointError if the model cannot be served.
+    """
+
+    def __init__(
+        self,
+        model: str = "demo",
+        *,
+        settings: ModelSettings | None = None,
+        cache: CacheConfig | None = None,
+        scheduler: SchedulerConfig | None = None,
+        seed: int = 0,
+        own_process: bool = False,
+        wait: bool = True,
+        on_death: Callable[[], None] = lambda: None,
+    ) -> None:
+        config = EngineConfig(
+            model=model,
+            settings=settings or ModelSettings(),
+            cache=cache or CacheConfig(),
+            scheduler=scheduler or SchedulerConfig(),
+            seed=seed,
+        )
+        build = partial(load_core, config)
+        host = ProcessHost(build) if own_process else ThreadHost(build)
+        self._set_up(model, host, partial(load_text, model), on_death)
+        if wait:
+            self.wait_until_ready()
+
+    @classmethod
+    def over(
+        cls,
+        host: Host,
+        text: Callable[[], TextSide],
+        *,
+        model: str = "model",
+        on_death: Callable[[], None] = lambda: None,
+    ) -> Engine:
+        """An engine over a given host that was not started yet; does not wait for it."""
+        engine = cls.__new__(cls)
+        engine._set_up(model, host, text, on_death)
+        return engine
+
+    def _set_up(
+        self,
+        model: str,
+        host: Host,
+        text: Callable[[], TextSide],
+        on_death: Callable[[], None],
+    ) -> None:
+        self.model = model
+        self._host = host
+        self._text: TextSide | None = None
+        self._load_text = text
+        self._ready: Future[None] = Future()
+        self._on_death = on_death
+        self._routes: dict[str, _Route] = {}
+        self._lock = threading.Lock()
+        self._numbers = count()
+        host.ready.add_done_callback(self._finish_loading)
+        host.start(self._deliver, on_death)
+
+    def _finish_loading(self, ready: Future[CoreInfo]) -> None:
+        if ready.exception() is not None:  # the host tells of its death itself
+            self._ready.set_exception(ready.exception())
+            return
+        try:
+            self._text = self._load_text()
+        except Exception as error:
+            self._ready.set_exception(error)
+            self._on_death()
+        else:
+            self._ready.set_result(None)
+
+    # What is loaded
+
+    @property
+    def state(self) -> HostState:
+        """loading, ready, dead or closed."""
+        if self._host.state != "ready":
+            return self._host.state
+        if not self._ready.done():
+            return "loading"
+        return "dead" if self._ready.exception() else "ready"
+
+    @property
+    def load_progress(self) -> tuple[str, float]:
+        """The stage that loading has reached and the done share of it."""
+        return self._host.stage
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why the engine is dead."""
+        if self._host.error is not None or not self._ready.done():
+            return self._host.error
+        return self._ready.exception()
+
+    def wait_until_ready(self, timeout_s: float | None = None) -> None:
+        """Return when requests are taken; raise what ended the load."""
+        try:
+            self._ready.result(timeout_s)
+        except MoetError:
+            self.close()
+            raise
+
+    @property
+    def info(self) -> CoreInfo:
+        """Sizes of the model and the cache. OverloadedError while loading."""
+        self._require_ready()
+        return self._host.ready.result()
+
+    @property
+    def text(self) -> TextSide:
+        """Tokenizer, config and default sampling of the model. OverloadedError while loading."""
+        self._require_ready()
+        assert self._text is not None
+        return self._text
+
+    def _require_ready(self) -> None:
+        if not self._ready.done():
+            stage, done = self.load_progress
+            message = f"the model is still loading ({stage}, {done:.0%}); try again later"
+            raise OverloadedError(message, retry_after_s=5, unavailable=True)
+        self._ready.result()
+
+    # Calls
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        n: int = 1,
+    ) -> list[Completion]:
+        """Answer every prompt; returns them in order, each with n choices.
+
+        Raises RequestError for a bad prompt or parameter, MoetError if a request fails.
+        """
+        requests = self._many(prompts, params, n)
+        inbox: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+        merge = _Merge(self, requests, inbox.put, None)
+        choices = [Choice(index=i % n) for i in range(len(requests))]
+        completions = [
+            Completion(prompt_token_ids=requests[i].prompt_token_ids, choices=choices[i : i + n])
+            for i in range(0, len(requests), n)
+        ]
+        try:
+            for future in merge.submit_up_to(MAX_IN_FLIGHT):
+                future.result()
+            while merge.unfinished:
+                output = merge.take(inbox.get())
+                if output is None:
+                    continue
+                output.raise_if_failed()
+                completions[output.index // n].add(output, choices[output.index])
+                if output.finish_reason is not None:
+                    for future in merge.submit_up_to(MAX_IN_FLIGHT):
+                        future.result()
+        finally:
+            merge.close()
+        return completions
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Output]:
+        """Answer one prompt, increment by increment. Closing the iterator stops the request."""
+        requests = self.requests(self.encode(prompt), params or self.text.defaults)
+        inbox: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+        merge = _Merge(self, requests, inbox.put, None)
+        try:
+            for future in merge.submit_up_to(1):
+                future.result()
+            while merge.unfinished:
+                output = merge.take(inbox.get())
+                if output is not None:
+                    output.raise_if_failed()
+                    yield output
+        finally:
+            merge.close()
+
+    async def agenerate(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, n: int = 1
+    ) -> Completion:
+        """Answer one prompt with n choices. Cancelling the call stops the requests."""
+        requests = self.requests(self.encode(prompt), params or self.text.defaults, n=n)
+        completion = Completion(
+            prompt_token_ids=requests[0].prompt_token_ids,
+            choices=[Choice(index=index) for index in range(n)],
+        )
+        async with await self.open(requests) as generation:
+            async for output in generation:
+                output.raise_if_failed()
+                completion.add(output, completion.choices[output.index])
+        return completion
+
+    async def astream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> AsyncIterator[Output]:
+        """Answer one prompt, increment by increment. Closing the iterator stops the request."""
+        requests = self.requests(self.encode(prompt), params or self.text.defaults)
+        async with await self.open(requests) as generation:
+            async for output in generation:
+                output.raise_if_failed()
+                yield output
+
+    async def open(self, requests: Sequence[Request]) -> Generation:
+        """Hand requests over as one; returns when all are queued.
+
+        If one is refused the others are stopped, and its error is raised: RequestError (also
+        ContextLengthError) for a prompt that cannot be served, OverloadedError for a full queue.
+        """
+        generation = Generation(self, requests)
+        await generation.submit()
+        return generation
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a text, in which the names of control tokens count as such."""
+        if isinstance(prompt, str):
+            return self.text.tokenizer.encode(prompt, allow_special=True)
+        return list(prompt)
+
+    def requests(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        n: int = 1,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> list[Request]:
+        """Make n requests of a prompt, sample by sample; parameters are checked here.
+
+        A max_tokens that the window has no room for is lowered to what it has. Sample 0 keeps the
+        seed; the others get seeds derived from it, so that a set of samples is reproducible
+        without being n times the same.
+        """
+        if not 1 <= n <= MAX_N:
+            raise RequestError(f"n is {n}; it must be from 1 to {MAX_N}", param="n")
+        info = self.info
+        validate_params(params, info.vocab_size, info.max_model_len)
+        room = info.max_model_len - len(prompt_token_ids)
+        if params.max_tokens is not None and 1 <= room < params.max_tokens:
+            params = msgspec.structs.replace(params, max_tokens=room)
+        number = next(self._numbers)
+        return [
+            Request(
+                request_id=f"{number}-{index}",
+                prompt_token_ids=prompt_token_ids,
+                params=msgspec.structs.replace(params, seed=_nth_seed(params.seed, index)),
+                eos_token_ids=self.text.tokenizer.eos_token_ids,
+                priority=priority,
+                cache_salt=cache_salt,
+            )
+            for index in range(n)
+        ]
+
+    def stats(self, timeout_s: float = 10.0) -> CoreStats:
+        """The core's counters, taken between two steps."""
+        return self._host.stats().result(timeout_s)
+
+    async def astats(self) -> CoreStats:
+        """The core's counters, taken between two steps."""
+        return await asyncio.wrap_future(self._host.stats())
+
+    def close(self) -> None:
+        """End the core; open requests end with an error. Idempotent."""
+        self._host.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # Routing of events
+
+    def _many(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None, n: int
+    ) -> list[Request]:
+        each = _prompt_list(prompts)
+        params = params or self.text.defaults
+        return [
+            request
+            for prompt in each
+            for request in self.requests(self.encode(prompt), params, n=n)
+        ]
+
+    def _submit(self, request: Request, route: _Route) -> Future[None]:
+        with self._lock:
+            self._routes[request.request_id] = route
+        return self._host.submit(request)
+
+    def _abort(self, request_id: str) -> None:
+        with self._lock:
+            self._routes.pop(request_id, None)
+        self._host.abort(request_id)
+
+    def _deliver(self, events: list[TokenEvent]) -> None:
+        """Sort a step's events to their readers; one wake-up per event loop and step."""
+        per_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Route, TokenEvent]]] = {}
+        with self._lock:
+            routed = [(self._routes.get(event.request_id), event) for event in events]
+            for event in events:
+                if event.finish_reason is not None:
+                    self._routes.pop(event.request_id, None)
+        for route, event in routed:
+            if route is None:
+                continue
+            if route.loop is None:
+                route.put(event)
+            else:
+                per_loop.setdefault(route.loop, []).append((route, event))
+        for loop, batch in per_loop.items():
+            try:
+                loop.call_soon_threadsafe(_put_all, batch)
+            except RuntimeError:  # the loop is closed: nobody reads these any more
+                for _, event in batch:
+                    self._abort(event.request_id)
+
+
+class _Route(msgspec.Struct, frozen=True, eq=False):
+    """Where a request's events go: called directly, or on the loop if there is one."""
+
+    put: Callable[[TokenEvent], None]
+    loop: asyncio.AbstractEventLoop | None
+
+
+def _put_all(batch: list[tuple[_Route, TokenEvent]]) -> None:
+    for route, event in batch:
+        route.put(event)
+
+
+class _Merge:
+    """Several requests of one caller: their texts, and which of them are still open."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        requests: Sequence[Request],
+        put: Callable[[TokenEvent], None],
+        loop: asyncio.AbstractEventLoop | None,
+    ) -> None:
+        self._engine = engine
+        self._route = _Route(put, loop)
+        self._waiting = iter(requests)
+        self._index = {request.request_id: i for i, request in enumerate(requests)}
+        self._open: dict[str, TextAssembler] = {}
+        self.unfinished = len(requests)
+
+    def submit_up_to(self, limit: int) -> Iterable[Future[None]]:
+        """Submit requests, in order, until `limit` are open or none is left."""
+        while len(self._open) < limit:
+            request = next(self._waiting, None)
+            if request is None:
+                return
+            self._open[request.request_id] = TextAssembler(
+                self._index[request.request_id], request, self._engine.text.tokenizer
+            )
+            yield self._engine._submit(request, self._route)
+
+    def take(self, event: TokenEvent) -> Output | None:
+        """The increment that an event makes; None if its request ended before it."""
+        assembler = self._open.get(event.request_id)
+        if assembler is None:
+            return None
+        output = assembler.push(event)
+        if output.finish_reason is not None:
+            del self._open[event.request_id]
+            self.unfinished -= 1
+            if event.finish_reason is None:  # a stop string, which the core does not know
+                self._engine._abort(event.request_id)
+        return output
+
+    def close(self) -> None:
+        """Stop what is still open."""
+        for request_id in self._open:
+            self._engine._abort(request_id)
+        self._open.clear()
+        self.unfinished = 0
+
+
+class Generation:
+    """The increments of several requests as they come; leaving the context stops what is left."""
+
+    def __init__(self, engine: Engine, requests: Sequence[Request]) -> None:
+        self._inbox: asyncio.Queue[TokenEvent] = asyncio.Queue()
+        self._requests = requests
+        loop = asyncio.get_running_loop()
+        self._merge = _Merge(engine, requests, self._inbox.put_nowait, loop)
+
+    async def submit(self) -> None:
+        """Hand all requests over and wait until they are queued; all or none."""
+        try:
+            futures = [
+                asyncio.wrap_future(future)
+                for future in self._merge.submit_up_to(len(self._requests))
+            ]
+            results = await asyncio.gather(*futures, return_exceptions=True)
+            for result in results:
+                if isinstance(result, BaseException):
+                    raise result
+        except BaseException:
+            self.close()
+            raise
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> Output:
+        while self._merge.unfinished:
+            output = self._merge.take(await self._inbox.get())
+            if output is not None:
+                return output
+        raise StopAsyncIteration
+
+    def close(self) -> None:
+        """Stop what is still open."""
+        self._merge.close()
+
+    async def __aenter__(self) -> Generation:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return prompts  # type: ignore[return-value]
+
+
+def _nth_seed(seed: int | None, index: int) -> int | None:
+    if seed is None or index == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

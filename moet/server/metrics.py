@@ -1,0 +1,104 @@
+"""The core's books as Prometheus text, under the tails of the names that dashboards know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from moet.runtime.metrics import CoreInfo, CoreStats, HistogramStats
+
+GAUGES = {
+    "num_requests_running": ("num_running", "requests in the running batch"),
+    "num_requests_waiting": ("num_waiting", "requests that wait for a place in the batch"),
+    "kv_cache_usage_perc": ("kv_cache_usage", "share of KV pages held by requests, 0 to 1"),
+    "kv_cache_used_pages": ("num_used_pages", "KV pages held by requests"),
+    "kv_cache_cached_pages": ("num_cached_pages", "KV pages held by the prefix cache alone"),
+}
+COUNTERS = {
+    "prompt_tokens": ("prompt_tokens", "prompt tokens of admitted requests"),
+    "generation_tokens": ("generation_tokens", "tokens generated"),
+    "prompt_tokens_cached": ("cached_tokens", "prompt tokens that the prefix cache saved"),
+    "prefix_cache_queries": ("prefix_queries", "tokens looked up in the prefix cache"),
+    "prefix_cache_hits": ("prefix_hits", "tokens found in the prefix cache"),
+    "num_preemptions": ("num_preemptions", "times that a request had to leave the device"),
+    "num_recomputed": ("num_recomputed", "preemptions after which the state was computed again"),
+    "admission_rejections": ("num_rejected", "requests refused because the queue was full"),
+    "corrupted_requests": ("num_corrupted", "requests ended by logits that are not numbers"),
+    "failed_steps": ("num_failed_steps", "steps that ended in a fault"),
+    "engine_steps": ("num_steps", "steps"),
+}
+HISTOGRAMS = {
+    "time_to_first_token_seconds": ("time_to_first_token_s", "arrival to first token"),
+    "inter_token_latency_seconds": ("inter_token_latency_s", "token to next token"),
+    "e2e_request_latency_seconds": ("request_latency_s", "arrival to last token"),
+    "request_queue_time_seconds": ("queue_time_s", "arrival to first step"),
+    "request_prefill_time_seconds": ("prefill_time_s", "first step to first token"),
+    "request_decode_time_seconds": ("decode_time_s", "first token to last token"),
+    "iteration_tokens_total": ("step_tokens", "rows of a step"),
+    "step_time_seconds": ("step_time_s", "device part of a step"),
+}
+
+
+class _Books(Collector):
+    def __init__(self, stats: CoreStats, info: CoreInfo, model: str) -> None:
+        self.stats, self.info, self.model = stats, info, model
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ["model_name"]
+        for name, (field, text) in GAUGES.items():
+            gauge = GaugeMetricFamily(f"moet:{name}", text, labels=labels)
+            gauge.add_metric([self.model], getattr(self.stats, field))
+            yield gauge
+        for name, (field, text) in COUNTERS.items():
+            counter = CounterMetricFamily(f"moet:{name}", text, labels=labels)
+            counter.add_metric([self.model], getattr(self.stats, field))
+            yield counter
+        finished = CounterMetricFamily(
+            "moet:request_success", "finished requests", labels=[*labels, "finished_reason"]
+        )
+        for reason, number in self.stats.finished.items():
+            finished.add_metric([self.model, reason], number)
+        yield finished
+        for name, (field, text) in HISTOGRAMS.items():
+            histogram = HistogramMetricFamily(f"moet:{name}", text, labels=labels)
+            values: HistogramStats = getattr(self.stats, field)
+            histogram.add_metric([self.model], _buckets(values), values.sum)
+            yield histogram
+        config = InfoMetricFamily("moet:cache_config", "sizes of the KV cache", labels=labels)
+        config.add_metric(
+            [self.model],
+            {
+                "page_size": str(self.info.page_size),
+                "num_pages": str(self.info.num_pages),
+                "kv_cache_bytes": str(self.info.kv_cache_bytes),
+                "prefix_cache": self.info.prefix_cache,
+            },
+        )
+        yield config
+
+
+def _buckets(values: HistogramStats) -> list[tuple[str, float]]:
+    """Cumulative counts by upper bound, as Prometheus wants them."""
+    bounds = [str(bound) for bound in values.bounds] + ["+Inf"]
+    total = 0
+    buckets: list[tuple[str, float]] = []
+    for bound, number in zip(bounds, values.counts, strict=True):
+        total += number
+        buckets.append((bound, total))
+    return buckets
+
+
+def render(stats: CoreStats, info: CoreInfo, model: str) -> bytes:
+    """The text of /metrics."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Books(stats, info, model))
+    return generate_latest(registry)

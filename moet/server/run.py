@@ -1,0 +1,155 @@
+"""Serves an application until a signal or the engine's death, and drains before it goes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import uvicorn
+
+from moet.config import ServerConfig
+from moet.errors import ConfigError, EngineDeadError
+from moet.runtime.engine import Engine
+from moet.server.app import create_app
+
+logger = logging.getLogger(__name__)
+
+LAST_WORDS_S = 1.0  # for the error events of a dead engine to leave
+
+MakeEngine = Callable[[Callable[[], None]], Engine]
+"""Makes an engine that does not wait, given what to call when it dies."""
+
+
+class Server(uvicorn.Server):
+    """uvicorn with our own end: drain on the first signal, leave at once on the second."""
+
+    def __init__(self, config: uvicorn.Config, on_signal: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_signal = on_signal
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle SIGINT and SIGTERM while serving, if this is the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        for number in kept:
+            signal.signal(number, self._take_signal)
+        try:
+            yield
+        finally:
+            for number, handler in kept.items():
+                signal.signal(number, handler)
+
+    def _take_signal(self, number: int, frame: FrameType | None) -> None:
+        self._on_signal()
+
+
+class Service:
+    """One engine behind one HTTP server."""
+
+    def __init__(self, make_engine: MakeEngine, config: ServerConfig) -> None:
+        self.config = config
+        self.died = False
+        self.engine = make_engine(self._engine_died)
+        self.app = create_app(self.engine, config)
+        self.server = Server(
+            uvicorn.Config(
+                self.app,
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=1,
+            ),
+            self.stop,
+        )
+        self._stopping = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def run(self) -> None:
+        """Serve until the end. Raises what ended the engine, if that was the reason."""
+        listener = _listen(self.config.host, self.config.port)
+        try:
+            with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+                runner.run(self._serve(listener))
+        finally:
+            listener.close()
+            self.engine.close()
+        if self.died:
+            raise self.engine.error or EngineDeadError("the engine has died")
+
+    async def _serve(self, listener: socket.socket) -> None:
+        self._loop = asyncio.get_running_loop()
+        if self.died:
+            return
+        host, port = listener.getsockname()[:2]
+        logger.info("listening on http://%s:%d", host, port)
+        await self.server.serve(sockets=[listener])
+
+    def stop(self) -> None:
+        """Drain, then end; called a second time: end at once."""
+        if self._stopping:
+            logger.warning("second signal: leaving at once")
+            self.server.force_exit = True
+            self.server.should_exit = True
+            return
+        self._stopping = True
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._start_draining)
+
+    def _start_draining(self) -> None:
+        self._draining = asyncio.ensure_future(self._drain())
+
+    async def _drain(self) -> None:
+        traffic = self.app.state.traffic
+        traffic.drain()
+        limit_s = self.config.shutdown_timeout_s
+        logger.info("draining: no new requests, at most %.0f s for those under way", limit_s)
+        try:
+            await asyncio.wait_for(traffic.idle.wait(), limit_s)
+        except TimeoutError:
+            logger.warning("some requests did not end within --shutdown-timeout; ending them")
+            await asyncio.to_thread(self.engine.close)
+        self.server.should_exit = True
+
+    def _engine_died(self) -> None:
+        """On the host's thread: let the last events out, then end."""
+        self.died = True
+        logger.error("the engine has died: %s", self.engine.error)
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.call_later, LAST_WORDS_S, self._leave)
+
+    def _leave(self) -> None:
+        self.server.force_exit = True
+        self.server.should_exit = True
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop where it exists."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another --host or --port"
+        ) from None
+    return listener

@@ -1,0 +1,114 @@
+"""Server-sent events: frames, comments while it is quiet, and the end when the client is gone.
+
+A stream ends once: with its last frames, or with one error frame, and then `[DONE]`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from time import monotonic
+from typing import Any, TypeVar
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from moet.server.errors import error_object
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+def frame(data: object) -> bytes:
+    """One event."""
+    return b"data: " + orjson.dumps(data) + b"\n\n"
+
+
+async def terminated(frames: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    """The same frames with exactly one end: an error, if there is one, becomes the last event."""
+    try:
+        async for data in frames:
+            yield data
+    except Exception as error:
+        yield frame(error_object(error))
+    finally:
+        await frames.aclose()
+    yield DONE
+
+
+class EventStream(Response):
+    """Sends frames as they come.
+
+    A comment is sent after `keep_alive_s` of silence. When the client leaves, the generator of the
+    frames is closed at once, wherever it waits.
+    """
+
+    def __init__(self, frames: AsyncGenerator[bytes, None], *, keep_alive_s: float) -> None:
+        self.frames = terminated(frames)
+        self.keep_alive_s = keep_alive_s
+        self.background = None
+        self.status_code = 200
+        self._last_sent = 0.0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+        self._last_sent = monotonic()
+        keep_alive = asyncio.create_task(self._keep_alive(send))
+        try:
+            await or_gone(self._pump(send), receive)
+        finally:
+            keep_alive.cancel()
+            await self.frames.aclose()
+
+    async def _pump(self, send: Send) -> None:
+        try:
+            async for data in self.frames:
+                await self._send(send, data)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except OSError:
+            logger.debug("a client left while its stream was written")
+
+    async def _keep_alive(self, send: Send) -> None:
+        while True:
+            quiet_s = monotonic() - self._last_sent
+            if quiet_s >= self.keep_alive_s:
+                await self._send(send, KEEP_ALIVE)
+            else:
+                await asyncio.sleep(self.keep_alive_s - quiet_s)
+
+    async def _send(self, send: Send, data: bytes) -> None:
+        self._last_sent = monotonic()
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+
+
+async def or_gone(
+    work: Awaitable[T], receive: Callable[[], Awaitable[Any]], *, gone: T | None = None
+) -> T | None:
+    """Await work, but cancel it when the client leaves; then return `gone`."""
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        return gone
+    finally:
+        for each in (task, watch):
+            each.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _disconnect(receive: Callable[[], Awaitable[Any]]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
