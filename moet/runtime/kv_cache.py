@@ -58,10 +58,11 @@ class KVCache:
         """Copy page pages[i] of every paged group into host block blocks[i]."""
         offset = 0
         for group in self._paged:
+            width = len(group.layers) * group.page_bytes
             taken = self.tensors[group.name][:, list(pages)]  # [layers, n, page_bytes]
-            flat = taken.transpose(0, 1).reshape(len(pages), -1)
-            self._blocks[list(blocks), offset : offset + flat.shape[1]] = flat.cpu()
-            offset += flat.shape[1]
+            flat = taken.transpose(0, 1).reshape(len(pages), width)
+            self._blocks[list(blocks), offset : offset + width] = flat.cpu()
+            offset += width
 
     def pages_from_host(self, pages: Sequence[int], blocks: Sequence[int]) -> None:
         """Copy host block blocks[i] back into page pages[i]."""

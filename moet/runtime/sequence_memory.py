@@ -117,7 +117,6 @@ class SequenceMemory:
             self.commands.append(SwapOut(seq, seq.slot, pages, seq.host_pages, seq.host_rings))
         else:
             seq.num_computed = 0
-            seq.num_registered = 0
         seq.epoch += 1
         self._free_device(seq)
         return kept
