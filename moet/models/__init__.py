@@ -26,8 +26,25 @@ def _deepseek_v4(
     return DeepseekV4.load(config, source, settings, kv_dtype, num_spec_tokens)
 
 
+def _glm_moe_dsa(
+    raw_config: Mapping[str, Any],
+    source: TensorSource,
+    settings: ModelSettings,
+    kv_dtype: KVDtype,
+    num_spec_tokens: int,
+) -> Model:
+    from moet.models.glm_moe_dsa import GlmMoeDsa
+    from moet.models.glm_moe_dsa_config import GlmMoeDsaConfig
+
+    config = GlmMoeDsaConfig.from_dict(raw_config)
+    return GlmMoeDsa.load(config, source, settings, kv_dtype, num_spec_tokens)
+
+
 _Loader = Callable[..., "Model"]
-LOADERS: Mapping[str, _Loader] = {"DeepseekV4ForCausalLM": _deepseek_v4}
+LOADERS: Mapping[str, _Loader] = {
+    "DeepseekV4ForCausalLM": _deepseek_v4,
+    "GlmMoeDsaForCausalLM": _glm_moe_dsa,
+}
 
 
 def load_model(
