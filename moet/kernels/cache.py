@@ -11,8 +11,10 @@ from torch import Tensor
 from moet.errors import ConfigError
 from moet.kernels.quant import (
     MXFP4_BLOCK,
+    fp4_qdq,
     fp8_decode,
     fp8_encode,
+    fp8_qdq,
     mxfp4_decode,
     mxfp4_encode,
 )
@@ -149,8 +151,7 @@ class Fp8Rows:
         return torch.cat([nope, rope.float()], 1)
 
     def round(self, rows: Tensor) -> Tensor:
-        codes, scale = fp8_encode(rows[..., : self.nope_dim], block=FP8_KV_BLOCK)
-        nope = fp8_decode(codes, scale, block=FP8_KV_BLOCK)
+        nope = fp8_qdq(rows[..., : self.nope_dim], block=FP8_KV_BLOCK)
         return torch.cat([nope, rows[..., self.nope_dim :].bfloat16().float()], -1)
 
 
@@ -182,4 +183,4 @@ class Mxfp4Rows:
         return mxfp4_decode(packed, scale)
 
     def round(self, rows: Tensor) -> Tensor:
-        return mxfp4_decode(*mxfp4_encode(rows))
+        return fp4_qdq(rows)

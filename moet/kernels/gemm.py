@@ -4,7 +4,6 @@ depend on each other; the linear layers stand on it. Knows nothing of where weig
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moet.kernels.quant import fp8_qdq
@@ -27,15 +26,19 @@ def matmul(x: Tensor, weight: Tensor) -> Tensor:
     """
     num_rows, width = x.shape
     if num_rows % TILE_ROWS:
-        x = F.pad(x, (0, 0, 0, -num_rows % TILE_ROWS))
+        x = torch.cat([x, x.new_zeros(-num_rows % TILE_ROWS, width)])
     x = x.contiguous()
     weight_t = weight.t()
+    starts = range(0, max(width, 1), BLOCK_K)
+    weight_blocks = [(k, weight_t[k : k + BLOCK_K]) for k in starts]
     out = x.new_empty(x.shape[0], weight.shape[0])
     for row in range(0, x.shape[0], TILE_ROWS):
         tile, x_tile = out[row : row + TILE_ROWS], x[row : row + TILE_ROWS]
-        torch.mm(x_tile[:, :BLOCK_K], weight_t[:BLOCK_K], out=tile)
-        for k in range(BLOCK_K, width, BLOCK_K):
-            tile.addmm_(x_tile[:, k : k + BLOCK_K], weight_t[k : k + BLOCK_K])
+        for k, block in weight_blocks:
+            if k:
+                tile.addmm_(x_tile[:, k : k + BLOCK_K], block)
+            else:
+                torch.mm(x_tile[:, :BLOCK_K], block, out=tile)
     return out[:num_rows]
 
 

@@ -38,10 +38,10 @@ def sinkhorn(logits: Tensor, *, num_iters: int, eps: float) -> Tensor:
     """
     mix = torch.exp(logits - logits.amax(-1, keepdim=True))
     mix = mix / mix.sum(-1, keepdim=True) + eps
-    mix = mix / (mix.sum(-2, keepdim=True) + eps)
+    mix /= mix.sum(-2, keepdim=True).add_(eps)
     for _ in range(num_iters - 1):
-        mix = mix / (mix.sum(-1, keepdim=True) + eps)
-        mix = mix / (mix.sum(-2, keepdim=True) + eps)
+        mix /= mix.sum(-1, keepdim=True).add_(eps)
+        mix /= mix.sum(-2, keepdim=True).add_(eps)
     return mix
 
 

@@ -26,4 +26,7 @@ def select_top_k(scores: Tensor, *, k: int) -> Tensor:
 
     scores: [n] fp32, n >= k. Returns [k] int64.
     """
-    return torch.sort(scores, descending=True, stable=True).indices[:k].sort().values
+    border = scores.topk(k).values[-1]
+    chosen = (scores > border).nonzero().squeeze(1)
+    ties = (scores == border).nonzero().squeeze(1)
+    return torch.cat([chosen, ties[: k - len(chosen)]]).sort().values

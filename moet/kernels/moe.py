@@ -8,7 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moet.kernels.gemm import linear, linear_fp8
+from moet.kernels.gemm import FP8_BLOCK, matmul
+from moet.kernels.quant import fp8_qdq
 from moet.kernels.registry import op
 
 
@@ -109,6 +110,11 @@ def swiglu(gate: Tensor, up: Tensor, *, limit: float | None) -> Tensor:
     return a / (1 + torch.exp(-a)) * b
 
 
+def _rounded(x: Tensor, round_activations: bool) -> Tensor:
+    """The input of a product in fp32, as fp8 would carry it if asked."""
+    return fp8_qdq(x.float(), block=FP8_BLOCK) if round_activations else x.float()
+
+
 @op(tolerance=2**-7)
 def expert_mixture(
     x: Tensor,
@@ -127,8 +133,8 @@ def expert_mixture(
     hidden values. round_activations: e4m3 per 128 inputs before each product. Each expert's output
     has the dtype of x; the sum runs over a row's choices in order, in fp32. Returns [n, D] fp32.
     """
-    product = linear_fp8 if round_activations else linear
     num_rows, top_k = expert_ids.shape
+    inputs = _rounded(x, round_activations)
     parts = torch.empty(num_rows * top_k, x.shape[1], dtype=torch.float32, device=x.device)
     flat_ids, flat_weights = expert_ids.flatten(), weights.reshape(-1, 1)
     for expert_id in sorted(set(flat_ids.tolist())):
@@ -136,14 +142,14 @@ def expert_mixture(
         assert slot >= 0, f"expert {expert_id} is not resident"
         w1, w3, w2 = table.format.unpack(table.rows[slot])
         chosen = (flat_ids == expert_id).nonzero().squeeze(1)
-        rows = x[chosen // top_k]
-        hidden = swiglu(product(rows, w1), product(rows, w3), limit=limit)
+        rows = inputs[chosen // top_k]
+        hidden = swiglu(matmul(rows, w1).to(x.dtype), matmul(rows, w3).to(x.dtype), limit=limit)
         if not weigh_output:
             hidden = hidden * flat_weights[chosen]
-        out = product(hidden.to(x.dtype), w2).float()
+        out = matmul(_rounded(hidden.to(x.dtype), round_activations), w2).to(x.dtype).float()
         parts[chosen] = out * flat_weights[chosen] if weigh_output else out
     parts = parts.view(num_rows, top_k, -1)
-    total = torch.zeros_like(parts[:, 0])
-    for k in range(top_k):
+    total = parts[:, 0]
+    for k in range(1, top_k):
         total = total + parts[:, k]
     return total

@@ -20,27 +20,40 @@ from moet.kernels.nvfp4 import (
 from moet.kernels.registry import op
 
 MXFP4_BLOCK = 32
+_MANTISSA_BITS = 23  # of fp32
+_EXPONENT_UNIT = 1 << _MANTISSA_BITS
+_EXPONENT_MASK = 0xFF << _MANTISSA_BITS
 FP8_AMAX_FLOOR = 1e-4
 FP4_AMAX_FLOOR = E2M1_MAX * 2.0**-126
 
 
-def e8m0_round_up(x: Tensor) -> Tensor:
-    """Exponent byte of the smallest power of two that is not below x.
+def round_up_to_power_of_two(x: Tensor) -> Tensor:
+    """The smallest power of two that is not below x. x: fp32, positive, normal. Exact, by bits."""
+    bits = (x.view(torch.int32) + (_EXPONENT_UNIT - 1)) & _EXPONENT_MASK
+    return bits.view(torch.float32)
 
-    x: fp32, positive, normal. Returns uint8 of the same shape, 2^(byte - 127).
-    """
-    mantissa, exponent = torch.frexp(x)  # x = mantissa * 2^exponent, mantissa in [0.5, 1)
-    return (exponent - (mantissa == 0.5).int() + 127).to(torch.uint8)
+
+def e8m0_round_up(x: Tensor) -> Tensor:
+    """Exponent byte of the smallest power of two that is not below x. Same shape, uint8."""
+    return e8m0_encode(round_up_to_power_of_two(x))
+
+
+def e8m0_encode(scale: Tensor) -> Tensor:
+    """Exponent bytes of powers of two. scale: fp32, normal. Returns uint8, 2^(byte - 127)."""
+    return (scale.view(torch.int32) >> _MANTISSA_BITS).to(torch.uint8)
 
 
 def e8m0_value(scale: Tensor) -> Tensor:
     """2^(byte - 127) as fp32, built from bits. scale: uint8, 1..254."""
-    return (scale.to(torch.int32) << 23).view(torch.float32)
+    return (scale.to(torch.int32) << _MANTISSA_BITS).view(torch.float32)
 
 
-def _blocks(x: Tensor, block: int) -> Tensor:
-    """[..., K] -> [..., ceil(K / block), block], the last block filled up with zeros."""
-    return torch.unflatten(F.pad(x, (0, -x.shape[-1] % block)), -1, (-1, block))
+def _fp8_blocks(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """[..., K] fp32 -> e4m3 [..., K / block, block] and fp32 scales [..., K / block, 1]."""
+    blocks = torch.unflatten(x, -1, (-1, block))
+    amax = blocks.abs().amax(-1, keepdim=True).clamp_(min=FP8_AMAX_FLOOR)
+    scale = round_up_to_power_of_two(amax / E4M3_MAX)
+    return (blocks / scale).to(torch.float8_e4m3fn), scale  # at most 448 but for rounding
 
 
 def fp8_encode(x: Tensor, *, block: int) -> tuple[Tensor, Tensor]:
@@ -49,11 +62,8 @@ def fp8_encode(x: Tensor, *, block: int) -> tuple[Tensor, Tensor]:
     x: [..., K] fp32, K a multiple of block. scale = 2^ceil(log2(max(amax, 1e-4) / 448)); values
     round to nearest even. Returns ([..., K] float8_e4m3fn, [..., K / block] uint8 exponents).
     """
-    blocks = torch.unflatten(x, -1, (-1, block))
-    scale = e8m0_round_up(blocks.abs().amax(-1).clamp(min=FP8_AMAX_FLOOR) / E4M3_MAX)
-    scaled = blocks / e8m0_value(scale).unsqueeze(-1)
-    codes = scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    return codes.flatten(-2), scale
+    codes, scale = _fp8_blocks(x, block)
+    return codes.flatten(-2), e8m0_encode(scale.squeeze(-1))
 
 
 def fp8_decode(codes: Tensor, scale: Tensor, *, block: int) -> Tensor:
@@ -69,9 +79,20 @@ def fp8_qdq(x: Tensor, *, block: int) -> Tensor:
     x: [..., K] fp32 or bf16. Returns the same shape and dtype (bf16 holds every result exactly).
     Source: the fp8 recipe of the checkpoints, scale_fmt ue8m0.
     """
-    blocks = _blocks(x.float(), block)
-    codes, scale = fp8_encode(blocks.flatten(-2), block=block)
-    return fp8_decode(codes, scale, block=block)[..., : x.shape[-1]].to(x.dtype)
+    width = x.shape[-1]
+    values = x.float()
+    if width % block:
+        values = F.pad(values, (0, -width % block))
+    codes, scale = _fp8_blocks(values, block)
+    return (codes.float() * scale).flatten(-2)[..., :width].to(x.dtype)
+
+
+def _mxfp4_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
+    """[..., K] fp32 -> e2m1 codes [..., K / 32, 32] uint8 and fp32 scales [..., K / 32, 1]."""
+    blocks = torch.unflatten(x, -1, (-1, MXFP4_BLOCK))
+    amax = blocks.abs().amax(-1, keepdim=True).clamp_(min=FP4_AMAX_FLOOR)
+    scale = round_up_to_power_of_two(amax / E2M1_MAX)
+    return encode_e2m1(blocks / scale), scale
 
 
 def mxfp4_encode(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,10 +101,8 @@ def mxfp4_encode(x: Tensor) -> tuple[Tensor, Tensor]:
     x: [..., K] fp32, K a multiple of 32. scale = 2^ceil(log2(amax / 6)); ties go to the even code.
     Returns ([..., K / 2] uint8, low nibble first; [..., K / 32] uint8 exponents).
     """
-    blocks = torch.unflatten(x, -1, (-1, MXFP4_BLOCK))
-    scale = e8m0_round_up(blocks.abs().amax(-1).clamp(min=FP4_AMAX_FLOOR) / E2M1_MAX)
-    scaled = (blocks / e8m0_value(scale).unsqueeze(-1)).flatten(-2)
-    return pack_nibbles(encode_e2m1(scaled)), scale
+    codes, scale = _mxfp4_blocks(x)
+    return pack_nibbles(codes.flatten(-2)), e8m0_encode(scale.squeeze(-1))
 
 
 def mxfp4_decode(packed: Tensor, scale: Tensor) -> Tensor:
@@ -98,7 +117,8 @@ def fp4_qdq(x: Tensor) -> Tensor:
 
     x: [..., K] fp32 or bf16, K a multiple of 32. Returns the same shape and dtype.
     """
-    return mxfp4_decode(*mxfp4_encode(x.float())).to(x.dtype)
+    codes, scale = _mxfp4_blocks(x.float())
+    return (decode_e2m1(codes) * scale).flatten(-2).to(x.dtype)
 
 
 @op(tolerance=2**-8)
