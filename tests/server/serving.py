@@ -6,8 +6,9 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -17,7 +18,7 @@ from moet.config import ServerConfig
 from moet.runtime.engine import Engine
 from moet.runtime.host import ThreadHost
 from moet.server.app import create_app
-from moet.server.run import Service
+from moet.server.run import MakeEngine, Service
 from tests.scripted import Script, ScriptedCore, echo
 from tests.texts import EOS, ids, text_side
 
@@ -81,23 +82,17 @@ def serving(
 
 
 @contextmanager
-def listening(engine_of: Any, config: ServerConfig | None = None) -> Iterator[tuple[str, Service]]:
-    """A server on a free port, on a thread; `engine_of(on_death)` makes its engine."""
+def listening(
+    make_engine: MakeEngine,
+    config: ServerConfig | None = None,
+    run: Callable[[Service], None] = Service.run,
+) -> Iterator[tuple[str, Service]]:
+    """A server on a free port, on a thread; stopped at the end if it has not ended by itself."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    base = config or ServerConfig()
-    settings = {name: getattr(base, name) for name in ServerConfig.__slots__}
-    service = Service(engine_of, ServerConfig(**{**settings, "port": port}))
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            service.run()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
+    service = Service(make_engine, replace(config or ServerConfig(), port=port))
+    thread = threading.Thread(target=run, args=(service,), daemon=True)
     thread.start()
     service.engine.wait_until_ready(60)
     url = f"http://127.0.0.1:{port}"
@@ -107,15 +102,15 @@ def listening(engine_of: Any, config: ServerConfig | None = None) -> Iterator[tu
                 client.get("/health")
                 break
             except httpx.ConnectError:
-                assert thread.is_alive(), errors
+                assert thread.is_alive()
     yield url, service
-    if thread.is_alive():
+    if thread.is_alive() and not service.died:
         service.stop()
     thread.join(60)
     assert not thread.is_alive()
 
 
-def scripted_engine(core: ScriptedCore) -> Any:
+def scripted_engine(core: ScriptedCore) -> MakeEngine:
     """For `listening`."""
     return lambda on_death: Engine.over(
         ThreadHost(lambda progress: core), text_side, model=MODEL, on_death=on_death
