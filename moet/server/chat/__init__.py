@@ -1,0 +1,1 @@
+"""Chat formats by model type: how a conversation becomes a prompt, and an answer a message."""
