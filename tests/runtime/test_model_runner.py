@@ -1,0 +1,94 @@
+"""ModelRunner and Batch: what a model is handed, row by row."""
+
+import torch
+
+from moet.runtime.batch import Row, forward_input
+from moet.runtime.sequence import Sequence
+from moet.types import Request, SamplingParams
+from tests.fakes import FakeModel, drain, make_core, request
+
+
+def _seq(prompt: list[int]) -> Sequence:
+    return Sequence(
+        request=Request(request_id="a", prompt_token_ids=prompt, params=SamplingParams()),
+        arrival=0,
+        seed=0,
+        max_len=100,
+        root=b"",
+        stop_ids=frozenset(),
+        token_ids=list(prompt),
+    )
+
+
+def test_forward_input_of_a_mixed_step() -> None:
+    seq = _seq([5, 6, 7, 8, 9])
+    rows = [
+        Row(seq, 2, 0, 9, 1, None, True),
+        Row(seq, 0, 0, 1, 3, [6, 7, 8], False, 2, [8, 9]),
+        Row(seq, 1, 0, 4, 1, [9], True),
+    ]
+    table = torch.arange(12).reshape(3, 4)
+    last_token = torch.tensor([50, 51, 52])
+    inputs = forward_input(rows, last_token=last_token, page_table=table, page_size=4)
+    assert inputs.token_ids.tolist() == [52, 6, 7, 8, 9]
+    assert inputs.positions.tolist() == [9, 1, 2, 3, 4]
+    assert inputs.cu_seqlens_q == (0, 1, 4, 5)
+    assert inputs.seq_slots.tolist() == [2, 0, 1]
+    assert inputs.page_table.tolist() == [[8, 9, 10], [0, 1, 2], [4, 5, 6]]
+    assert inputs.seq_lens == (10, 4, 5)
+    assert inputs.logits_indices.tolist() == [0, 2, 3, 4]
+    tensors = (inputs.token_ids, inputs.positions, inputs.seq_slots, inputs.page_table)
+    assert all(t.dtype == torch.int64 for t in (*tensors, inputs.logits_indices))
+
+
+def test_forward_input_of_a_pure_decode_step_reads_the_device() -> None:
+    seq = _seq([1])
+    rows = [Row(seq, 1, 0, 3, 1, None, True), Row(seq, 0, 0, 8, 1, None, True)]
+    inputs = forward_input(
+        rows,
+        last_token=torch.tensor([7, 8]),
+        page_table=torch.zeros(2, 4, dtype=torch.int64),
+        page_size=4,
+    )
+    assert inputs.token_ids.tolist() == [8, 7]
+    assert inputs.logits_indices.tolist() == [0, 1]
+
+
+def test_a_chunk_without_logits_asks_for_none() -> None:
+    inputs = forward_input(
+        [Row(_seq([1, 2, 3]), 0, 0, 0, 2, [1, 2], False)],
+        last_token=torch.zeros(1, dtype=torch.int64),
+        page_table=torch.zeros(1, 4, dtype=torch.int64),
+        page_size=4,
+    )
+    assert inputs.logits_indices.shape == (0,)
+    assert inputs.logits_indices.dtype == torch.int64
+
+
+def test_unused_places_of_the_page_table_are_empty() -> None:
+    model = FakeModel()
+    core = make_core(model, max_num_seqs=2, prefix_cache="off")
+    core.submit(request("long", [1] * 40, max_tokens=1))  # leaves its pages in a row of the table
+    drain(core)
+    core.submit(request("short", [2] * 3, max_tokens=2))
+    core.submit(request("mate", [3] * 20, max_tokens=2))
+    drain(core)
+    mixed = [inputs for inputs in model.inputs if len(inputs.seq_lens) == 2]
+    assert mixed
+    for inputs in mixed:
+        for row, seq_len in zip(inputs.page_table.tolist(), inputs.seq_lens, strict=True):
+            used = -(-seq_len // 4)
+            assert all(page >= 0 for page in row[:used])
+            assert set(row[used + 1 :]) <= {-1}  # one page may be there ahead of its tokens
+
+
+def test_slots_of_a_step_are_distinct_and_in_range() -> None:
+    model = FakeModel()
+    core = make_core(model, max_num_seqs=3)
+    for n in range(7):
+        core.submit(request(str(n), [n, n], max_tokens=1 + n))
+    drain(core)
+    for inputs in model.inputs:
+        slots = inputs.seq_slots.tolist()
+        assert len(set(slots)) == len(slots)
+        assert set(slots) <= {0, 1, 2}

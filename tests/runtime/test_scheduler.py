@@ -1,0 +1,160 @@
+"""Scheduler: who gets rows, where chunks end, who waits and who has to leave."""
+
+from moet.types import FinishReason, TokenEvent
+from tests.fakes import FakeModel, drain, expected_greedy, make_core, request, run, tokens_of
+
+
+def _first_events(events: dict[str, list[TokenEvent]]) -> list[str]:
+    return list(events)
+
+
+def test_decoding_sequences_have_a_row_in_every_step() -> None:
+    model = FakeModel()
+    core = make_core(model, max_num_seqs=4, max_num_batched_tokens=10, prefix_cache="off")
+    for name in "abc":
+        core.submit(request(name, [1, 2], max_tokens=40))
+    core.step()
+    core.submit(request("long", [7] * 120, max_tokens=2))
+    while core.stats().num_waiting or "long" in core._scheduler.sequences:
+        assert len(core.step()) >= 3
+    chunks = [rows[3] for rows in model.batches[1:] if len(rows) == 4]
+    assert chunks == [4] * 30 + [1]  # of 7 rows that were left, a page at a time
+    assert all(sum(rows) <= 10 for rows in model.batches)
+
+
+def test_chunks_end_at_page_borders_where_a_step_reaches_one() -> None:
+    model = FakeModel(page_size=8)
+    core = make_core(model, max_num_seqs=2, max_num_batched_tokens=20, prefix_cache="off")
+    run(core, [request("a", [1] * 43, max_tokens=1), request("b", [2] * 13, max_tokens=1)])
+    # 4 rows are left in the first two steps; b waits rather than stopping inside a page
+    assert model.batches == [(16,), (16,), (11, 8), (5,)]
+    model.batches.clear()
+    small = make_core(model, max_num_seqs=2, max_num_batched_tokens=5, prefix_cache="off")
+    run(small, [request("a", [1] * 20, max_tokens=1)])
+    assert model.batches == [(5,), (3,), (5,), (3,), (4,)]
+
+
+def test_chunks_stop_where_a_snapshot_is_kept() -> None:
+    model = FakeModel()
+    core = make_core(model, snapshot_interval=8)
+    run(core, [request("a", [1] * 22, max_tokens=1)])
+    assert model.batches == [(8,), (8,), (4,), (2,)]
+    assert core.stats().num_used_snapshots == 3
+    model.batches.clear()
+    run(core, [request("b", [1] * 10 + [2] * 10, max_tokens=1)])
+    assert model.batches == [(8,), (4,)]  # from token 8 on
+
+
+def test_one_turn_keeps_one_snapshot_beside_the_prompts() -> None:
+    core = make_core(FakeModel())
+    run(core, [request("a", [1] * 6, max_tokens=30)])
+    assert core.stats().num_used_snapshots == 2  # at 4 (prompt) and 32 (turn)
+    for length, cached in ((5, 4), (20, 4), (34, 32)):
+        tokens = ([1] * 6 + expected_greedy([1] * 6, 30, FakeModel()))[:length]
+        core.submit(request("b", tokens, max_tokens=0))
+        assert drain(core)["b"][0].num_cached_tokens == cached
+
+
+def test_the_whole_prompt_is_never_taken_from_the_cache() -> None:
+    for resumable in (True, False):
+        core = make_core(FakeModel(resumable=resumable))
+        for n, cached in enumerate((0, 4, 4)):
+            core.submit(request(str(n), [3] * 8, max_tokens=1))
+            assert drain(core)[str(n)][0].num_cached_tokens == cached
+
+
+def test_exact_mode_keeps_pages_of_prompts_only() -> None:
+    for resumable in (True, False):
+        model = FakeModel(resumable=resumable)
+        core = make_core(model, prefix_cache="exact")
+        run(core, [request("a", [1] * 9, max_tokens=20)])
+        assert core.stats().num_cached_pages == 2
+        turn = [1] * 9 + expected_greedy([1] * 9, 20, model)
+        core.submit(request("b", [*turn, 5]))
+        assert drain(core)["b"][0].num_cached_tokens == 8
+        core.submit(request("c", [*turn, 6]))
+        assert drain(core)["c"][0].num_cached_tokens == 28
+
+
+def test_salts_do_not_share() -> None:
+    core = make_core()
+    for n, (salt, cached) in enumerate((("", 0), ("x", 0), ("x", 8), ("", 8))):
+        core.submit(request(str(n), [3] * 9, max_tokens=1, cache_salt=salt))
+        assert drain(core)[str(n)][0].num_cached_tokens == cached
+
+
+def test_lower_priority_values_run_first_and_equals_in_order() -> None:
+    core = make_core(max_num_seqs=1)
+    for name, priority in (("a", 0), ("b", 5), ("c", 1), ("d", 1), ("e", -3)):
+        core.submit(request(name, [1], max_tokens=2, priority=priority))
+    assert _first_events(drain(core)) == ["e", "a", "c", "d", "b"]
+
+
+def test_the_least_urgent_sequence_leaves_when_pages_run_out() -> None:
+    model = FakeModel()
+    core = make_core(model, num_pages=12, max_model_len=48, prefix_cache="off")
+    core.submit(request("old", [1] * 8, max_tokens=24, priority=1))
+    core.step()
+    core.submit(request("urgent", [2] * 8, max_tokens=24))
+    core.submit(request("new", [3] * 8, max_tokens=24, priority=1))
+    moved: list[str] = []
+    while core.has_work:
+        before = core.stats().num_preemptions
+        core.step()
+        if core.stats().num_preemptions > before:
+            moved.append(next(s.request.request_id for s in _waiting(core)))
+        core.check()
+    assert moved[0] == "new"
+    assert "urgent" not in moved
+    stats = core.stats()
+    assert (stats.finished["length"], stats.num_used_host_blocks) == (3, 0)
+
+
+def _waiting(core: object) -> list[object]:
+    return [seq for _, seq in core._scheduler._waiting]  # type: ignore[attr-defined]
+
+
+def test_pages_are_there_one_step_ahead() -> None:
+    core = make_core(prefix_cache="off")
+    core.submit(request("a", [1] * 5, max_tokens=12))
+    while core.has_work:
+        core.step()
+        for seq in core._scheduler.running:
+            ahead = min(seq.num_computed + 1, seq.max_len)
+            assert len(seq.pages) == -(-ahead // 4)
+
+
+def test_no_step_runs_past_the_last_token() -> None:
+    for overlap in (False, True):
+        model = FakeModel()
+        core = make_core(model, overlap=overlap)
+        run(core, [request("a", [1] * 5, max_tokens=6)])
+        assert sum(sum(rows) for rows in model.batches) == 5 + 5  # the last token is not computed
+        core.shutdown()
+
+
+def test_overlap_discards_the_row_after_a_stop() -> None:
+    model = FakeModel()
+    answer = expected_greedy([1] * 5, 8, model)
+    rows = {}
+    for overlap in (False, True):
+        model.batches.clear()
+        core = make_core(model, overlap=overlap)
+        core.submit(request("a", [1] * 5, stop_token_ids=(answer[2],)))
+        events = drain(core)["a"]
+        assert tokens_of(events) == answer[: answer.index(answer[2]) + 1]
+        assert events[-1].finish_reason is FinishReason.STOP
+        rows[overlap] = sum(sum(step) for step in model.batches)
+        core.shutdown()
+    assert rows[True] == rows[False] + 1
+
+
+def test_a_sequence_in_flight_may_leave_and_come_back() -> None:
+    model = FakeModel()
+    core = make_core(model, num_pages=9, max_model_len=36, overlap=True, prefix_cache="off")
+    requests = [request(name, [n] * 6, max_tokens=24) for n, name in enumerate("abc")]
+    tokens = run(core, requests)
+    assert core.stats().num_preemptions > 0
+    for n, name in enumerate("abc"):
+        assert tokens[name] == expected_greedy([n] * 6, 24, model)
+    core.shutdown()
