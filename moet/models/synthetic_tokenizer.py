@@ -5,7 +5,7 @@ compact otherwise. The merges are made up: they spell no language, but every id 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any
 
@@ -60,11 +60,11 @@ def tokenizer_json(vocab_size: int) -> dict[str, Any]:
     """A tokenizer.json with exactly vocab_size ids. vocab_size is at least 277."""
     ids = special_token_ids(vocab_size)
     end = _FIRST_ADDED_ID if vocab_size >= OFFICIAL_VOCAB_SIZE else ids[NOISE]
-    alphabet = _byte_alphabet()
+    alphabet = byte_alphabet()
     vocab = {text: ids[text] for text in (BOS, EOS, PAD)}
     vocab |= {char: 3 + place for place, char in enumerate(alphabet)}
     merges = []
-    for left, right in _pairs(alphabet[ord(" ")]):
+    for left, right in letter_merges(alphabet[ord(" ")]):
         if len(vocab) == end:
             break
         merges.append([left, right])
@@ -73,6 +73,17 @@ def tokenizer_json(vocab_size: int) -> dict[str, Any]:
     for token_id in range(end, vocab_size):
         text = f"<｜place▁holder▁no▁{token_id - _FIRST_ADDED_ID}｜>"
         vocab[by_id.setdefault(token_id, text)] = token_id
+    added = [added_token(i, by_id[i], special=i < 3) for i in sorted(by_id)]
+    return bpe_file(vocab, merges, added, _SPLITS)
+
+
+def bpe_file(
+    vocab: dict[str, int],
+    merges: list[list[str]],
+    added_tokens: list[dict[str, Any]],
+    splits: Sequence[str],
+) -> dict[str, Any]:
+    """A tokenizer.json: byte-level BPE behind pre-tokenisation by the regexes `splits`."""
     model = {
         "type": "BPE",
         "dropout": None,
@@ -89,9 +100,9 @@ def tokenizer_json(vocab_size: int) -> dict[str, Any]:
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [_added(token_id, by_id[token_id]) for token_id in sorted(by_id)],
+        "added_tokens": added_tokens,
         "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": _pre_tokenizers()},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": _pre_tokenizers(splits)},
         "post_processor": None,
         "decoder": _byte_level(),
         "model": model,
@@ -113,9 +124,10 @@ def tokenizer_config(max_length: int) -> dict[str, Any]:
     }
 
 
-def _added(token_id: int, text: str) -> dict[str, Any]:
+def added_token(token_id: int, text: str, *, special: bool) -> dict[str, Any]:
+    """An entry of added_tokens; `special` ones never show in text."""
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": token_id, "content": text, **flags, "special": token_id < 3}
+    return {"id": token_id, "content": text, **flags, "special": special}
 
 
 def _byte_level() -> dict[str, Any]:
@@ -127,22 +139,22 @@ def _byte_level() -> dict[str, Any]:
     }
 
 
-def _pre_tokenizers() -> list[dict[str, Any]]:
+def _pre_tokenizers(patterns: Sequence[str]) -> list[dict[str, Any]]:
     splits = [
         {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
-        for regex in _SPLITS
+        for regex in patterns
     ]
     return [*splits, _byte_level()]
 
 
-def _byte_alphabet() -> list[str]:
+def byte_alphabet() -> list[str]:
     """The character that stands for each byte in byte-level BPE: itself if printable."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     shifted = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(shifted)) for byte in range(256)]
 
 
-def _pairs(space: str) -> Iterator[tuple[str, str]]:
+def letter_merges(space: str) -> Iterator[tuple[str, str]]:
     """Merges that build pieces of one to four letters, with and without a leading space."""
     for length in (1, 2, 3, 4):
         for letters in product(_LETTERS, repeat=length):
