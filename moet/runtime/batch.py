@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -160,21 +161,27 @@ def forward_input(
         if row.sample:
             wanted.append(offsets[-1] - 1)
     device = last_token.device
-    seq_slots = torch.tensor([row.slot for row in rows], device=device)
-    tokens = torch.tensor(token_ids, device=device)
-    if len(from_device) == len(rows):
-        tokens = last_token[seq_slots]
-    elif from_device:
-        slots = [row.slot for row in rows if row.token_ids is None]
-        tokens[from_device] = last_token[slots]
+    seq_slots = int64_tensor([row.slot for row in rows], device)
+    if len(from_device) == len(token_ids):
+        tokens = last_token.index_select(0, seq_slots)
+    else:
+        tokens = int64_tensor(token_ids, device)
+        if from_device:
+            slots = int64_tensor([row.slot for row in rows if row.token_ids is None], device)
+            tokens[int64_tensor(from_device, device)] = last_token.index_select(0, slots)
     seq_lens = tuple([row.start + row.num_tokens for row in rows])
     num_pages = -(-max(seq_lens) // page_size)
     return ForwardInput(
         token_ids=tokens,
-        positions=torch.tensor(positions, device=device),
+        positions=int64_tensor(positions, device),
         cu_seqlens_q=tuple(offsets),
         seq_slots=seq_slots,
         page_table=page_table[:, :num_pages].index_select(0, seq_slots),
         seq_lens=seq_lens,
-        logits_indices=torch.tensor(wanted, dtype=torch.int64, device=device),
+        logits_indices=int64_tensor(wanted, device),
     )
+
+
+def int64_tensor(values: list[int], device: torch.device) -> Tensor:
+    """[n] int64; through numpy, which takes a third of torch.tensor's time for short lists."""
+    return torch.from_numpy(np.array(values, dtype=np.int64)).to(device)

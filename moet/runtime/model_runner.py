@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from time import perf_counter
 
 import torch
@@ -21,6 +22,7 @@ from moet.runtime.batch import (
     SwapIn,
     SwapOut,
     forward_input,
+    int64_tensor,
 )
 from moet.runtime.kv_cache import KVCache
 from moet.runtime.sampler import SamplerState, prompt_logprobs
@@ -159,14 +161,14 @@ class ModelRunner:
         seq_slots: Tensor,
         result: StepResult,
     ) -> None:
-        bad = not_a_number(logits)
-        if bad.any():
+        if math.isnan(logits.sum().item()):  # some row, most likely
+            bad = not_a_number(logits)
             logits = logits.masked_fill(bad[:, None], 0.0)
             for place in bad.nonzero()[:, 0].tolist():
                 result.errors[indices[sampled[place]]] = NAN_MESSAGE
                 result.num_corrupted += 1
         slots = seq_slots if len(sampled) == len(active) else seq_slots[sampled]
-        positions = torch.tensor([active[i].end - 1 for i in sampled], device=logits.device)
+        positions = int64_tensor([active[i].end - 1 for i in sampled], logits.device)
         drawn = self.sampler.sample(logits, slots, positions)
         for place, token_id in enumerate(drawn.token_ids.tolist()):
             index = indices[sampled[place]]
