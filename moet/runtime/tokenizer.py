@@ -107,6 +107,10 @@ class Tokenizer:
             raise ConfigError(message + " needs; check that tokenizer.json belongs to the model")
         return int(token_id)
 
+    def controls_in(self, text: str) -> tuple[tuple[int, int, int], ...]:
+        """Where a text spells control tokens: begin, end, id. RequestError for a lone surrogate."""
+        return self._controls_in(_valid(text))
+
     def is_control(self, token_id: int) -> bool:
         """Whether the id is one of the added vocabulary."""
         return token_id in self._control
