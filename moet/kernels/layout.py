@@ -78,19 +78,22 @@ def pack_e2m1_plane(codes: Tensor) -> Tensor:
     N % 64 == 0, K % 128 == 0. Word h of a lane's block holds registers 2h and 2h+1: nibbles 0..3
     the magnitudes of register 2h, nibbles 4..7 those of 2h+1; bit 8b+7 is the sign of byte b of
     register 2h and bit 8b+3 that of 2h+1. So a PRMT with the word as selector decodes 4 codes.
+    A lane's sixteen bytes hold two blocks of 32 columns; lanes follow each other.
     """
     parts = _blocks(codes)  # [tile, chunk, g, t, j, half, h, b]
     low, high = parts.transpose(-3, -2).unbind(-2)  # registers 2h, 2h+1: [..., h, b]
     magnitudes = torch.cat([low & 7, high & 7], dim=-1)
     magnitudes = magnitudes.reshape(*low.shape, 2)
     out = magnitudes[..., 0] | magnitudes[..., 1] << 4
-    out |= (low & 8) << 4 | (high & 8)
-    return out.flatten()
+    out |= (low & 8) << 4 | (high & 8)  # [tile, chunk, g, t, j, h, byte]
+    tiles, chunks = out.shape[:2]
+    return out.reshape(tiles, chunks, 32, 2, 16).transpose(2, 3).flatten()
 
 
 def unpack_e2m1_plane(plane: Tensor, n: int, k: int) -> Tensor:
     """The codes [n, k] of a plane whose N and K are n and k (padded)."""
-    words = plane.reshape(n // 16, k // 128, 8, 4, 4, 2, 4)  # tile chunk g t j h byte
+    words = plane.reshape(n // 16, k // 128, 2, 32, 16).transpose(2, 3)
+    words = words.reshape(n // 16, k // 128, 8, 4, 4, 2, 4)  # tile chunk g t j h byte
     nibbles = torch.stack([words & 7, words >> 4 & 7], dim=-1).flatten(-2)
     low = nibbles[..., :4] | (words >> 4 & 8)
     high = nibbles[..., 4:] | (words & 8)
@@ -352,3 +355,13 @@ class Mxfp4Rows(ExpertRows):
 
     def _unpack_plane(self, plane: Tensor, n: int, k: int) -> Tensor:
         return unpack_e2m1_plane(plane, n, k)
+
+
+def to_mma_order(x: Tensor) -> Tensor:
+    """Reorder bytes [..., K], K % 32 == 0, as an activation operand is read.
+
+    In every 32 bytes the 4-byte word 2t + h goes to place 4h + t, so that lane t of a block finds
+    its eight consecutive columns in two words 16 bytes apart.
+    """
+    words = x.reshape(*x.shape[:-1], x.shape[-1] // 32, 4, 2, 4)
+    return words.transpose(-3, -2).reshape(x.shape)

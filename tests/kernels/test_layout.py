@@ -90,8 +90,8 @@ def test_words_hold_a_code_where_the_decode_looks() -> None:
     assert int(words[1, 1, 4 * 5 + 2, 3]) == 1 << (8 * b + 7 - r) | 1 << (8 * b + 3 - r)
     assert torch.count_nonzero(words) == 1
     codes[codes > 0] = 13  # -(3.0): sign, magnitude 5
-    nibbles = layout.pack_e2m1_plane(codes).view(torch.int32).view(4, 2, 32, 4, 2)
-    assert int(nibbles[1, 1, 4 * 5 + 2, 3, 1]) == 5 << (16 + 4 * b) | 1 << (8 * b + 3)
+    nibbles = layout.pack_e2m1_plane(codes).view(torch.int32).view(4, 2, 2, 32, 2, 2)
+    assert int(nibbles[1, 1, 1, 4 * 5 + 2, 1, 1]) == 5 << (16 + 4 * b) | 1 << (8 * b + 3)
     assert torch.count_nonzero(nibbles) == 1
 
 
