@@ -29,17 +29,26 @@ def matmul(x: Tensor, weight: Tensor) -> Tensor:
         x = torch.cat([x, x.new_zeros(-num_rows % TILE_ROWS, width)])
     x = x.contiguous()
     weight_t = weight.t()
-    starts = range(0, max(width, 1), BLOCK_K)
-    weight_blocks = [(k, weight_t[k : k + BLOCK_K]) for k in starts]
-    out = x.new_empty(x.shape[0], weight.shape[0])
-    for row in range(0, x.shape[0], TILE_ROWS):
-        tile, x_tile = out[row : row + TILE_ROWS], x[row : row + TILE_ROWS]
-        for k, block in weight_blocks:
-            if k:
-                tile.addmm_(x_tile[:, k : k + BLOCK_K], block)
-            else:
-                torch.mm(x_tile[:, :BLOCK_K], block, out=tile)
-    return out[:num_rows]
+    if x.shape[0] <= TILE_ROWS:
+        return _tile(x, weight_t)[:num_rows]
+    rows = range(0, x.shape[0], TILE_ROWS)
+    return torch.cat([_tile(x[row : row + TILE_ROWS], weight_t) for row in rows])[:num_rows]
+
+
+def streamed(weight: Tensor) -> Tensor:
+    """The same [..., N, K] matrices in the memory order that `matmul` reads fastest."""
+    return weight.mT.contiguous().mT
+
+
+def _tile(x: Tensor, weight_t: Tensor) -> Tensor:
+    """One tile of rows, the inputs in blocks."""
+    width = x.shape[1]
+    if width <= BLOCK_K:
+        return torch.mm(x, weight_t)
+    out = torch.mm(x[:, :BLOCK_K], weight_t[:BLOCK_K])
+    for k in range(BLOCK_K, width, BLOCK_K):
+        out.addmm_(x[:, k : k + BLOCK_K], weight_t[k : k + BLOCK_K])
+    return out
 
 
 @op(tolerance=2**-16)
@@ -77,6 +86,5 @@ def grouped_linear(x: Tensor, weight: Tensor) -> Tensor:
 
     x: [n, G, K] fp32 or bf16. weight: [G, N, K] fp32. Returns [n, G, N] in the dtype of x.
     """
-    x32 = x.float()
-    groups = [matmul(x32[:, g], weight[g]) for g in range(weight.shape[0])]
-    return torch.stack(groups, 1).to(x.dtype)
+    parts = zip(x.float().unbind(1), weight.unbind(0), strict=True)
+    return torch.stack([matmul(part, matrix) for part, matrix in parts], 1).to(x.dtype)

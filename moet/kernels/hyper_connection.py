@@ -3,6 +3,8 @@ sublayer and mixed after it by a doubly stochastic matrix. All arithmetic is fp3
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -23,11 +25,8 @@ def _mixing_logits(streams: Tensor, fn: Tensor, norm_eps: float) -> Tensor:
 
 def _collapse(streams: Tensor, pre: Tensor) -> Tensor:
     """Weighted sum of the streams, in ascending order, rounded once."""
-    x = streams.float()
-    total = x[:, 0] * pre[:, :1]
-    for j in range(1, x.shape[1]):
-        total = total + x[:, j] * pre[:, j : j + 1]
-    return total.to(streams.dtype)
+    weighted = (streams.float() * pre.unsqueeze(2)).unbind(1)
+    return functools.reduce(torch.add, weighted).to(streams.dtype)
 
 
 def sinkhorn(logits: Tensor, *, num_iters: int, eps: float) -> Tensor:
@@ -38,10 +37,12 @@ def sinkhorn(logits: Tensor, *, num_iters: int, eps: float) -> Tensor:
     """
     mix = torch.exp(logits - logits.amax(-1, keepdim=True))
     mix = mix / mix.sum(-1, keepdim=True) + eps
-    mix /= mix.sum(-2, keepdim=True).add_(eps)
+    # Sums plus eps, spread over the rows or columns they belong to, in one call each.
+    ones, floor = torch.ones_like(mix), mix.new_full((1, 1, 1), eps)
+    mix /= torch.baddbmm(floor, ones, mix)
     for _ in range(num_iters - 1):
-        mix /= mix.sum(-1, keepdim=True).add_(eps)
-        mix /= mix.sum(-2, keepdim=True).add_(eps)
+        mix /= torch.baddbmm(floor, mix, ones)
+        mix /= torch.baddbmm(floor, ones, mix)
     return mix
 
 
@@ -63,10 +64,11 @@ def hc_pre(
     """
     h = streams.shape[1]
     m = _mixing_logits(streams, fn, norm_eps)
-    pre = sigmoid(m[:, :h] * scale[0] + base[:h]) + hc_eps
-    post = 2 * sigmoid(m[:, h : 2 * h] * scale[1] + base[h : 2 * h])
-    logits = (m[:, 2 * h :] * scale[2] + base[2 * h :]).view(-1, h, h)
-    return _collapse(streams, pre), post, sinkhorn(logits, num_iters=num_iters, eps=hc_eps)
+    widths = torch.tensor([h, h, h * h], device=m.device)
+    scaled = m * scale.repeat_interleave(widths) + base
+    gates = sigmoid(scaled[:, : 2 * h])
+    mix = sinkhorn(scaled[:, 2 * h :].view(-1, h, h), num_iters=num_iters, eps=hc_eps)
+    return _collapse(streams, gates[:, :h] + hc_eps), 2 * gates[:, h:], mix
 
 
 @op(tolerance=2**-8)
@@ -76,10 +78,9 @@ def hc_post(y: Tensor, streams: Tensor, post: Tensor, mix: Tensor) -> Tensor:
     y: [n, dim]. streams: [n, h, dim]. post: [n, h], mix: [n, h, h] fp32. Returns [n, h, dim] in
     the dtype of streams, summed in ascending j and rounded once.
     """
-    x = streams.float()
     total = y.float().unsqueeze(1) * post.unsqueeze(2)
-    for j in range(x.shape[1]):
-        total = total + mix[:, j].unsqueeze(2) * x[:, j : j + 1]
+    for x, weights in zip(streams.float().unbind(1), mix.unsqueeze(3).unbind(1), strict=True):
+        total = total + weights * x.unsqueeze(1)
     return total.to(streams.dtype)
 
 

@@ -13,7 +13,7 @@ from moet.config import KVDtype, ModelSettings
 from moet.errors import CheckpointError, ConfigError
 from moet.kernels.attention import sparse_attention
 from moet.kernels.compressor import pool_overlapped_windows, pool_windows
-from moet.kernels.gemm import grouped_linear, linear_fp32
+from moet.kernels.gemm import grouped_linear, linear_fp32, streamed
 from moet.kernels.hyper_connection import hc_head, hc_post, hc_pre
 from moet.kernels.indexer import index_scores, select_top_k
 from moet.kernels.moe import sqrt_softplus
@@ -36,7 +36,7 @@ from moet.models.deepseek_v4_cache import (
     sequences,
 )
 from moet.models.deepseek_v4_config import DeepseekV4Config
-from moet.models.layers import Embedding, LMHead, Weights
+from moet.models.layers import Embedding, Linear, LMHead, Weights
 from moet.models.moe import MoE, Router, SwigluMlp
 
 CosSin = tuple[Tensor, Tensor]
@@ -111,9 +111,8 @@ class Compressor:
         dim, arch = config.hidden_size, weights.settings.arch
         self.channels = channels
         self.ape = weights.fp32("ape", ratio, channels)
-        self.weight = torch.cat(
-            [weights.fp32(f"{name}.weight", channels, dim) for name in ("wkv", "wgate")]
-        )
+        parts = [weights.fp32(f"{name}.weight", channels, dim) for name in ("wkv", "wgate")]
+        self.weight = streamed(torch.cat(parts))
         self.norm = weights.norm("norm", width, eps=config.rms_norm_eps)
         self._project = linear_fp32.bind(arch=arch)
         pool = pool_overlapped_windows if self.overlapped else pool_windows
@@ -230,15 +229,16 @@ class Attention:
         self.num_heads, self.head_dim, self.num_groups = heads, head_dim, groups
         self.sliding_window, self.eps = config.sliding_window, eps
         self.window = layout.cache("window", layer_idx)
-        self.wq_a = weights.linear("wq_a", rank, dim)
+        self.q_lora_rank = rank
+        parts = [weights.linear("wq_a", rank, dim), weights.linear("wkv", head_dim, dim)]
+        self.wqa_wkv = Linear.stacked(parts)
         self.q_norm = weights.norm("q_norm", rank, eps=eps)
         self.wq_b = weights.linear("wq_b", heads * head_dim, rank)
-        self.wkv = weights.linear("wkv", head_dim, dim)
         self.kv_norm = weights.norm("kv_norm", head_dim, eps=eps)
         self.sink = weights.fp32("attn_sink", heads)
         group_in = heads * head_dim // groups
         wo_a, _ = weights.matrix("wo_a", groups * config.o_lora_rank, group_in)
-        self.wo_a = wo_a.view(groups, config.o_lora_rank, group_in)
+        self.wo_a = streamed(wo_a.reshape(groups, config.o_lora_rank, group_in))
         self.wo_b = weights.linear("wo_b", dim, groups * config.o_lora_rank)
         self.compressor: Compressor | None = None
         self.indexer: Indexer | None = None
@@ -262,10 +262,11 @@ class Attention:
     def __call__(self, x: Tensor, step: Step) -> Tensor:
         """x: [n, dim], normalised. Returns [n, dim] and updates this layer's state."""
         cos_sin = step.compress if self.ratio else step.main
-        qr = self.q_norm(self.wq_a(x))
+        qr, kv = self.wqa_wkv(x).tensor_split([self.q_lora_rank], 1)
+        qr = self.q_norm(qr)
         q = self.wq_b(qr).view(-1, self.num_heads, self.head_dim)
         q = self._rope(self._head_norm(q, None, eps=self.eps), *cos_sin)
-        kv = self._rope(self.kv_norm(self.wkv(x)), *cos_sin).float()
+        kv = self._rope(self.kv_norm(kv), *cos_sin).float()
         if self.compressor is not None:
             self.compressor(x, step)
         chosen = self._chosen(qr, x, step)
@@ -323,7 +324,7 @@ class HyperConnection:
     def __init__(self, weights: Weights, config: DeepseekV4Config, site: str) -> None:
         mult = config.hc_mult
         rows = (2 + mult) * mult
-        self.fn = weights.fp32(f"hc_{site}_fn", rows, mult * config.hidden_size)
+        self.fn = streamed(weights.fp32(f"hc_{site}_fn", rows, mult * config.hidden_size))
         self.base = weights.fp32(f"hc_{site}_base", rows)
         self.scale = weights.fp32(f"hc_{site}_scale", 3)
         self.config = config
@@ -385,7 +386,7 @@ def _load_moe(weights: Weights, config: DeepseekV4Config, layer_idx: int) -> MoE
     else:
         bias = weights.fp32("gate.bias", num_experts)
     router = Router(
-        weights.fp32("gate.weight", num_experts, dim),
+        streamed(weights.fp32("gate.weight", num_experts, dim)),
         bias=bias,
         table=table,
         top_k=top_k,
@@ -408,7 +409,7 @@ class Head:
 
     def __init__(self, weights: Weights, config: DeepseekV4Config, lm_head: LMHead) -> None:
         mult, dim = config.hc_mult, config.hidden_size
-        self.fn = weights.fp32("hc_head_fn", mult, mult * dim)
+        self.fn = streamed(weights.fp32("hc_head_fn", mult, mult * dim))
         self.base = weights.fp32("hc_head_base", mult)
         self.scale = weights.fp32("hc_head_scale", 1)
         self.norm = weights.norm("norm", dim, eps=config.rms_norm_eps)

@@ -3,12 +3,14 @@ and no model."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from moet.config import ModelSettings
 from moet.errors import CheckpointError
-from moet.kernels.gemm import linear, linear_fp8, linear_fp32
+from moet.kernels.gemm import linear, linear_fp8, linear_fp32, streamed
 from moet.kernels.norm import rms_norm
 from moet.models.base import TensorSource
 from moet.models.formats import dequantize_fp8_block
@@ -54,11 +56,11 @@ class Weights:
         """
         weight = self.tensor(f"{name}.weight", num_out, num_in)
         if weight.dtype != torch.float8_e4m3fn:
-            return weight.float().contiguous(), False
+            return streamed(weight.float()), False
         for scale_name in (f"{name}.scale", f"{name}.weight_scale_inv"):
             if self.has(scale_name):
                 scale = self.source.load(self.prefix + scale_name)
-                return dequantize_fp8_block(weight, scale), True
+                return streamed(dequantize_fp8_block(weight, scale)), True
         raise CheckpointError(f"{self.prefix}{name}.weight is fp8 but there is no scale beside it")
 
     def linear(self, name: str, num_out: int, num_in: int) -> Linear:
@@ -78,12 +80,27 @@ class Linear:
 
     def __init__(self, weight: Tensor, *, settings: ModelSettings, quantised: bool) -> None:
         self.weight = weight
+        self.settings = settings
+        self.quantised = quantised
         num_out, num_in = weight.shape
         chosen = linear_fp8 if quantised and settings.rounding == "deployed" else linear
         self._op = chosen.bind(arch=settings.arch, num_out=num_out, num_in=num_in)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._op(x, self.weight)
+
+    @classmethod
+    def stacked(cls, parts: Sequence[Linear]) -> Linear:
+        """Layers of one input as one layer, their outputs side by side.
+
+        Raises CheckpointError if some are quantised and others are not.
+        """
+        first = parts[0]
+        if any(part.quantised != first.quantised for part in parts):
+            shapes = [tuple(part.weight.shape) for part in parts]
+            raise CheckpointError(f"of the matrices {shapes} some are fp8 and some are not")
+        weight = streamed(torch.cat([part.weight for part in parts]))
+        return cls(weight, settings=first.settings, quantised=first.quantised)
 
 
 class RMSNorm:
@@ -112,7 +129,7 @@ class LMHead:
     """Hidden states to fp32 logits. weight: [vocab_size, dim] fp32."""
 
     def __init__(self, weight: Tensor, *, arch: str) -> None:
-        self.weight = weight
+        self.weight = streamed(weight)
         self._op = linear_fp32.bind(arch=arch)
 
     def __call__(self, x: Tensor) -> Tensor:

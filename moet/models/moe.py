@@ -71,12 +71,14 @@ class SwigluMlp:
     def __init__(
         self, w1: Linear, w3: Linear, w2: Linear, *, limit: float | None, arch: str
     ) -> None:
-        self.w1, self.w3, self.w2 = w1, w3, w2
+        self.gate_up = Linear.stacked([w1, w3])
+        self.w2 = w2
         self.limit = limit
         self._swiglu = swiglu.bind(arch=arch)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.w2(self._swiglu(self.w1(x), self.w3(x), limit=self.limit).to(x.dtype))
+        gate, up = self.gate_up(x).chunk(2, 1)
+        return self.w2(self._swiglu(gate, up, limit=self.limit).to(x.dtype))
 
 
 class MoE:
