@@ -29,9 +29,13 @@ _CHUNK_ELEMENTS = 1 << 22
 _E4M3_SIGMA = 100.0  # 448 is 4.5 deviations away
 _E2M1_SIGMA = 2.6  # the largest of 32 is about 6
 _HASH_TABLE = "tid2eid"
+_NVFP4_SCALE = 192.0  # typical e4m3 block scale; the global scale undoes it
+_SCALE_ENDS = (".scale", ".weight_scale_inv", ".weight_scale", ".weight_scale_2", ".input_scale")
 # Deviation of tensors that are not plain matrices, by the end of the name.
 _SIGMAS = {
     "embed.weight": 1.0,
+    "embed_tokens.weight": 1.0,
+    "e_score_correction_bias": 0.1,
     "markov_w1.weight": 1.0,
     "attn_sink": 1.0,
     ".ape": 1.0,
@@ -50,12 +54,23 @@ def tensor_bytes(
         gate = part[spec.name.removesuffix(_HASH_TABLE) + "weight"]
         yield _hash_table(spec, words, num_experts=gate.shape[0]).data
         return
-    weight = part.get(spec.name.removesuffix("scale") + "weight", spec)
-    table = _scale_table(spec, weight) if weight is not spec else _table(spec)
+    weight = _weight_of(spec, part)
+    if weight is None:
+        table = _table(spec)
+    else:
+        table = _nvfp4_table(spec, weight) if weight.dtype == "U8" else _scale_table(spec, weight)
     total = prod(spec.shape)
     for start in range(0, total, _CHUNK_ELEMENTS):
         count = min(_CHUNK_ELEMENTS, total - start)
         yield table[_random_u16(words, count)].data.cast("B")
+
+
+def _weight_of(spec: TensorSpec, part: Mapping[str, TensorSpec]) -> TensorSpec | None:
+    """The weight that a scale tensor belongs to."""
+    for end in _SCALE_ENDS:
+        if spec.name.endswith(end):
+            return part.get(spec.name.removesuffix(end) + ".weight")
+    return None
 
 
 def _random_u16(words: np.random.PCG64, count: int) -> NDArray[np.uint16]:
@@ -70,7 +85,7 @@ def _normal_quantiles(count: int) -> Tensor:
 
 def _table(spec: TensorSpec) -> NDArray[np.generic]:
     """65,536 equally likely elements of this tensor: [65536] of the dtype's width."""
-    if spec.dtype == "I8":
+    if spec.dtype in ("I8", "U8"):
         return _fp4_pairs()
     normal = _normal_quantiles(1 << 16)
     if spec.dtype == "F8_E4M3":
@@ -103,6 +118,20 @@ def _scale_table(spec: TensorSpec, weight: TensorSpec) -> NDArray[np.generic]:
     byte[: 1 << 14] -= 1
     raw = byte.to(torch.uint8)
     return _as_numpy(decode_e8m0(raw) if spec.dtype == "F32" else raw)
+
+
+def _nvfp4_table(spec: TensorSpec, weight: TensorSpec) -> NDArray[np.generic]:
+    """NVFP4 scales; the global one is full, three quarters or half, as gate and up may differ."""
+    normal = _normal_quantiles(1 << 16)
+    if spec.dtype == "F8_E4M3":
+        return _as_numpy(encode_e4m3(_NVFP4_SCALE * (1 + 0.15 * normal)))
+    if spec.name.endswith(".input_scale"):
+        return _as_numpy(torch.full((1 << 16,), 4 / (6 * 448.0)))
+    inputs = 2 * weight.shape[-1]
+    values = torch.full((1 << 16,), 1 / sqrt(inputs) / _E2M1_SIGMA / _NVFP4_SCALE)
+    values[: 1 << 14] *= 0.75
+    values[1 << 14 : 1 << 15] *= 0.5
+    return _as_numpy(values)
 
 
 def _hash_table(spec: TensorSpec, words: np.random.PCG64, *, num_experts: int) -> NDArray[np.int64]:

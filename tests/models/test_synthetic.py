@@ -16,7 +16,8 @@ from moet.models.checkpoint import Checkpoint
 from moet.models.deepseek_v4_config import DeepseekV4Config
 from moet.models.formats import dequantize_fp8_block, dequantize_mxfp4
 from moet.models.progress import Progress
-from moet.models.synthetic import Flavour, plan_checkpoint, write_checkpoint
+from moet.models.synthetic import plan_checkpoint, write_checkpoint
+from moet.models.synthetic_deepseek_v4 import Flavour
 from moet.models.synthetic_tokenizer import OFFICIAL_IDS, special_token_ids, tokenizer_json
 from tests.models.released_config import CONFIG_0731, PREVIEW_CONFIG
 
@@ -117,7 +118,8 @@ def test_hash_tables_hold_distinct_experts(tiny_checkpoint: Path) -> None:
     [
         ({"size": "huge"}, "tiny, small, full"),
         ({"size": "tiny", "flavour": "pro"}, "preview, 0731, base"),
-        ({"size": "tiny", "model": "gpt-2"}, "deepseek-v4-flash"),
+        ({"size": "tiny", "model": "gpt-2"}, "deepseek-v4-flash, glm-5.2"),
+        ({"size": "tiny", "model": "glm-5.2", "flavour": "base"}, "bf16, fp8, nvfp4"),
     ],
 )
 def test_wrong_arguments_name_what_there_is(kwargs: dict[str, Any], named: str) -> None:
