@@ -102,6 +102,13 @@ class EngineCore:
             overlap=scheduler.overlap,
         )
         logger.info("engine core %s", self._info)
+        if keeps_snapshots and kv.num_snapshots == 0:
+            logger.warning(
+                "a resume snapshot takes %d bytes and the budget is %d: the prefix cache will "
+                "find nothing",
+                snapshot_bytes,
+                cache.snapshot_budget_bytes,
+            )
 
     @property
     def has_work(self) -> bool:

@@ -183,7 +183,9 @@ class Scheduler:
         """Add a chunk of at most `budget` rows, ending at a page border or a stop; its size."""
         start, stop = seq.num_computed, self.memory.next_stop(seq)
         if seq.wants_prompt_logprobs and start < seq.prompt_len:
-            budget = min(budget, self.memory.page_size)  # a row's logits take vocab_size floats
+            if any(row.first_logprob >= 0 for row in rows):
+                return 0  # a row's logits take vocab_size floats: one page of them a step
+            budget = min(budget, self.memory.page_size)
         end = min(stop, start + budget)
         if end < stop:
             border = end // self.memory.page_size * self.memory.page_size

@@ -158,3 +158,10 @@ def test_a_sequence_in_flight_may_leave_and_come_back() -> None:
     for n, name in enumerate("abc"):
         assert tokens[name] == expected_greedy([n] * 6, 24, model)
     core.shutdown()
+
+
+def test_prompt_logprobs_take_a_page_of_rows_a_step() -> None:
+    model = FakeModel()
+    core = make_core(model)
+    run(core, [request(n, [1] * 10, max_tokens=0, prompt_logprobs=0) for n in "ab"])
+    assert max(len(inputs.logits_indices) for inputs in model.inputs) == 4
