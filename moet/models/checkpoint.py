@@ -16,8 +16,10 @@ from moet.models.deepseek_v4_tensors import (
     ARTEFACTS,
     Artefact,
     Draft,
+    expert_map,
     tensor_inventory,
 )
+from moet.models.expert_map import ExpertMap
 from moet.models.tensor_files import TensorEntry, TensorFiles, some_of
 from moet.models.tensor_spec import TensorSpec
 
@@ -56,10 +58,23 @@ class Checkpoint:
         """Read one tensor with its dtype as stored."""
         return self.files.load(name)
 
+    def specs(self) -> list[TensorSpec]:
+        """Every tensor with dtype and shape, in the order of the forward pass."""
+        return tensor_inventory(self.config, self.artefact)
+
+    @property
+    def experts(self) -> ExpertMap:
+        """Names and numbering of the routed experts."""
+        return expert_map(self.config, self.artefact)
+
     def identity(self) -> str:
         """A hash that tells this source from others: config, headers, samples of the bytes."""
         config = (self.folder / "config.json").read_bytes()
         return hashlib.sha256(config + self.files.identity().encode()).hexdigest()
+
+    def form(self) -> str:
+        """Name of the published form."""
+        return self.artefact.name
 
     def describe(self) -> str:
         """Which release this is and what moet will do with it, in a few sentences."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moet.models.deepseek_v4_config import DeepseekV4Config, LayerKind
+from moet.models.expert_map import ExpertMap
 from moet.models.formats import FP4_BLOCK, FP8_BLOCK
 from moet.models.tensor_spec import TensorSpec
 
@@ -42,6 +43,20 @@ def inventory_parts(config: DeepseekV4Config, artefact: Artefact) -> dict[str, l
     """The inventory by part: "embed", "layers.N", "head", "mtp.N"; releases shard along it."""
     parts = _parts(config, artefact)
     return {part: [TensorSpec(*entry) for entry in entries] for part, entries in parts}
+
+
+def expert_map(config: DeepseekV4Config, artefact: Artefact) -> ExpertMap:
+    """Where the routed experts are; every block has them, draft blocks too."""
+    prefixes = [f"layers.{i}" for i in range(config.num_hidden_layers)]
+    if artefact.draft != "none":
+        prefixes += [f"mtp.{stage}" for stage in range(config.num_draft_blocks)]
+    return ExpertMap(
+        config.hidden_size,
+        config.moe_intermediate_size,
+        config.n_routed_experts,
+        tuple(range(len(prefixes))),
+        tuple(f"{prefix}.ffn.experts." for prefix in prefixes),
+    )
 
 
 _Entry = tuple[str, str, tuple[int, ...]]

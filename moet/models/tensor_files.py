@@ -176,8 +176,11 @@ class TensorFiles:
         if entry is None:
             raise CheckpointError(f"{self.folder} has no tensor {name}")
         flat = torch.empty(entry.num_bytes, dtype=torch.uint8)
-        with entry.path.open("rb", buffering=0) as file:
-            read_into(file.fileno(), flat, entry.offset, entry.path)
+        try:
+            with entry.path.open("rb", buffering=0) as file:
+                read_into(file.fileno(), flat, entry.offset, entry.path)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {name} from {entry.path}: {error}") from error
         return flat.view(TORCH_DTYPES[entry.dtype]).view(entry.shape)
 
     def identity(self) -> str:

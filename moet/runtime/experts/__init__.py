@@ -1,0 +1,1 @@
+"""Where expert rows live: tiers of memory behind one slot table."""

@@ -1,0 +1,40 @@
+"""Experts of one tier, all in memory, behind the slot table that every tier of memory has."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moet.kernels.moe import ExpertTable
+from moet.models.expert_encoder import Tier
+from moet.models.pack import Pack
+from moet.models.progress import ProgressCallback, ProgressMeter
+
+
+class ResidentExpertStore:
+    """Every row of a pack's tier in one tensor; nothing ever moves. An ExpertProvider.
+
+    rows: [layers * num_experts, row_bytes] uint8.
+    """
+
+    def __init__(self, pack: Pack, tier: Tier, progress: ProgressCallback | None = None) -> None:
+        form, experts = pack.format(tier), pack.experts
+        self.rows = torch.empty(experts.num_rows, form.row_bytes, dtype=torch.uint8)
+        self._tables: dict[int, ExpertTable] = {}
+        meter = ProgressMeter(self.rows.numel(), progress)
+        for layer_idx in experts.layers:
+            first = experts.row(layer_idx, 0)
+            of_layer = self.rows[first : first + experts.num_experts]
+            pack.read_layer(tier, layer_idx, of_layer)
+            slot_of = torch.arange(first, first + experts.num_experts)
+            self._tables[layer_idx] = ExpertTable(form, self.rows, slot_of)
+            meter.advance(of_layer.numel(), f"{tier} experts of layer {layer_idx}")
+
+    def resolve(self, layer_idx: int, expert_ids: Tensor) -> ExpertTable:
+        """The table of a layer; expert_ids do not matter, for all are resident."""
+        return self._tables[layer_idx]
+
+    def check(self) -> None:
+        """Raise AssertionError unless the tables use every slot exactly once."""
+        slots = torch.cat([table.slot_of for table in self._tables.values()])
+        assert torch.equal(slots.sort().values, torch.arange(len(self.rows)))
