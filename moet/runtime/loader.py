@@ -1,20 +1,121 @@
 """From a model's name to a running core: finds or makes the pack, loads it, wires the parts.
 
-Knows where packs are cached; knows nothing of requests.
+Knows where packs are kept; knows nothing of requests.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import shutil
+import time
 from pathlib import Path
 
-from moet.config import EngineConfig
-from moet.runtime.host import Core, Progress
+from moet import __version__
+from moet.config import EngineConfig, cache_dir
+from moet.errors import ConfigError
+from moet.models import load_model
+from moet.models.checkpoint import Checkpoint
+from moet.models.convert import convert
+from moet.models.convert_plan import ConvertOptions
+from moet.models.pack import Pack, is_pack
+from moet.models.progress import Progress as ByteProgress
+from moet.models.synthetic import write_checkpoint
+from moet.runtime.core import EngineCore
+from moet.runtime.experts.store import ResidentExpertStore
+from moet.runtime.host import Progress
 from moet.runtime.text_side import TextSide
 
+logger = logging.getLogger(__name__)
 
-def load_core(config: EngineConfig, progress: Progress) -> Core:
-    raise NotImplementedError
+DEMO = "demo"
+LOG_INTERVAL_S = 5.0
+
+
+def load_core(config: EngineConfig, progress: Progress) -> EngineCore:
+    """Build the core that a config asks for, making its pack first if there is none."""
+    pack = open_pack(config.model, progress)
+    progress("weights", 0.0)
+    model = load_model(pack.config, pack, config.settings, config.cache.kv_dtype)
+    progress("experts", 0.5)
+    experts = ResidentExpertStore(pack, config.settings.precision)
+    progress("ready", 1.0)
+    return EngineCore(
+        model,
+        experts,
+        cache=config.cache,
+        scheduler=config.scheduler,
+        precision=config.settings.precision,
+        vocab_size=model.vocab_size,
+        seed=config.seed,
+    )
 
 
 def load_text(model: str) -> TextSide:
-    return TextSide.from_folder(Path(model))
+    """The text side of a model whose core is loaded."""
+    return TextSide.from_folder(demo_folder() if model == DEMO else Path(model))
+
+
+def open_pack(model: str, progress: Progress) -> Pack:
+    """The pack of a model: itself, or one made of the checkpoint and kept for the next start."""
+    folder = demo_folder() if model == DEMO else Path(model)
+    if model == DEMO and not folder.is_dir():
+        _make_demo(folder, progress)
+    if not folder.is_dir():
+        raise ConfigError(f"{model} is no folder; give a checkpoint or pack folder, or {DEMO!r}")
+    if is_pack(folder):
+        return Pack.open(folder)
+    checkpoint = Checkpoint.open(folder)
+    logger.info("%s", checkpoint.describe())
+    name = folder.resolve().name
+    kept = cache_dir() / "packs" / f"{name}-{checkpoint.identity()[:16]}"
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    return convert(checkpoint, kept, ConvertOptions(), ConvertLog(kept, progress))
+
+
+def demo_folder() -> Path:
+    """Where the demo model's checkpoint is kept."""
+    return cache_dir() / f"demo-{__version__}"
+
+
+def _make_demo(folder: Path, progress: Progress) -> None:
+    """Write the demo beside its place and move it there, as another start may do the same."""
+    staging = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
+    shutil.rmtree(staging, ignore_errors=True)
+    logger.info("making the demo model, a tiny one with random weights: its words are random")
+    write_checkpoint(
+        staging,
+        size="tiny",
+        progress=lambda report: progress("demo", report.done_bytes / report.total_bytes),
+    )
+    try:
+        staging.rename(folder)
+    except OSError:  # the other one was first
+        if not folder.is_dir():
+            raise
+        shutil.rmtree(staging)
+
+
+class ConvertLog:
+    """Passes a conversion's progress on, and logs it now and then."""
+
+    def __init__(self, pack: Path, progress: Progress) -> None:
+        self._pack = pack
+        self._progress = progress
+        self._next = time.monotonic() + LOG_INTERVAL_S
+
+    def __call__(self, report: ByteProgress) -> None:
+        """Take one report."""
+        self._progress("convert", report.done_bytes / report.total_bytes)
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + LOG_INTERVAL_S
+            eta = "?" if report.eta_s is None else f"{report.eta_s:.0f}"
+            logger.info(
+                "converting to %s: %.1f of %.1f GiB, %.0f MiB/s, %s s left",
+                self._pack.name,
+                report.done_bytes / 2**30,
+                report.total_bytes / 2**30,
+                report.bytes_per_s / 2**20,
+                eta,
+            )

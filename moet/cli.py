@@ -1,0 +1,206 @@
+"""The command line: parses flags into settings and hands over. Flags are spelled as vLLM's.
+
+Exit codes: 0 done, 1 the engine failed, 2 a flag, model folder or kernel is wrong, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from moet import __version__, log
+from moet.commands import COMMANDS
+from moet.errors import CheckpointError, ConfigError, KernelError, MoetError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code."""
+    args = parser().parse_args(with_dashes(sys.argv[1:] if argv is None else argv))
+    log.set_up(level=args.log_level, json_lines=args.log_json)
+    try:
+        return COMMANDS[args.command](args)
+    except (ConfigError, CheckpointError, KernelError) as error:
+        return _fail(error, 2)
+    except MoetError as error:
+        return _fail(error, 1)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _fail(error: MoetError, code: int) -> int:
+    sys.stderr.write(f"moet: {error}\n")
+    return code
+
+
+def with_dashes(argv: Sequence[str]) -> list[str]:
+    """The same words, with --max_num_seqs spelled --max-num-seqs."""
+    words = []
+    options_end = False
+    for word in argv:
+        options_end = options_end or word == "--"
+        if word.startswith("--") and not options_end:
+            name, equals, value = word.partition("=")
+            word = name.replace("_", "-") + equals + value
+        words.append(word)
+    return words
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands and their flags."""
+    top = argparse.ArgumentParser(
+        prog="moet", description="Serve DeepSeek-V4-Flash and GLM-5.2 from one machine."
+    )
+    top.add_argument("--version", action="version", version=__version__)
+    commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _serve(_command(commands, "serve", "answer over HTTP"))
+    _chat(_command(commands, "chat", "talk to a model in the terminal"))
+    _generate(_command(commands, "generate", "continue prompts"))
+    _convert(_command(commands, "convert", "turn a checkpoint into a pack"))
+    _make(_command(commands, "make-checkpoint", "write a synthetic checkpoint"))
+    doctor_parser = _command(commands, "doctor", "report on this machine")
+    doctor_parser.add_argument("--json", action="store_true", help="as one JSON object")
+    _command(commands, "version", "print the version")
+    return top
+
+
+def _command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    text: str,
+) -> argparse.ArgumentParser:
+    made = commands.add_parser(name, help=text, description=text)
+    made.set_defaults(command=name)
+    group = made.add_argument_group("logging")
+    group.add_argument(
+        "--log-level", default="INFO", type=str.upper,
+        choices=["DEBUG", "INFO", "WARNING", "ERROR"],
+    )  # fmt: skip
+    group.add_argument(
+        "--log-json", action=argparse.BooleanOptionalAction, default=None,
+        help="log lines as JSON objects (default: unless stderr is a terminal)",
+    )  # fmt: skip
+    return made
+
+
+# Flags that several commands share
+
+
+def _engine_flags(made: argparse.ArgumentParser) -> None:
+    made.add_argument(
+        "model", nargs="?", default=None, metavar="MODEL",
+        help="checkpoint or pack folder, or demo: a tiny model with random words (default)",
+    )  # fmt: skip
+    made.add_argument("--model", dest="model_flag", default=None, help=argparse.SUPPRESS)
+    model = made.add_argument_group("model")
+    model.add_argument("--precision", choices=["w2", "fp4"], default="w2",
+                       help="routed experts: 2-bit, or FP4 as shipped")  # fmt: skip
+    model.add_argument("--rounding", choices=["deployed", "none"], default="deployed",
+                       help="round activations as the checkpoint was trained for")  # fmt: skip
+    model.add_argument("--seed", type=int, default=0, help="for requests that bring none")
+    cache = made.add_argument_group("cache")
+    cache.add_argument("--kv-cache-dtype", choices=["auto", "fp8", "bf16", "fp32"], default="auto")
+    cache.add_argument("--kv-cache-memory", "--kv-cache-memory-bytes", type=num_bytes,
+                       default=256 << 20, metavar="SIZE", help="such as 4GiB")  # fmt: skip
+    cache.add_argument("--host-cache-memory", type=num_bytes, default=256 << 20, metavar="SIZE",
+                       help="host memory for the pages of preempted requests")  # fmt: skip
+    cache.add_argument("--snapshot-memory", type=num_bytes, default=64 << 20, metavar="SIZE",
+                       help="states from which the prefix cache resumes")  # fmt: skip
+    cache.add_argument("--prefix-cache", choices=["on", "exact", "off"], default=None)
+    cache.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction,
+                       default=True, help="the same as --prefix-cache on or off")  # fmt: skip
+    steps = made.add_argument_group("steps")
+    steps.add_argument("--max-model-len", type=num_tokens, default=None, metavar="TOKENS",
+                       help="prompt and answer together, such as 32k")  # fmt: skip
+    steps.add_argument("--max-num-seqs", type=int, default=32)
+    steps.add_argument("--max-num-batched-tokens", type=num_tokens, default=2048)
+    steps.add_argument("--max-num-queued-reqs", type=int, default=1024)
+    steps.add_argument("--max-num-queued-tokens", type=num_tokens, default=4_000_000)
+    steps.add_argument("--overlap", "--async-scheduling", action=argparse.BooleanOptionalAction,
+                       default=True, help="make a step while the last one runs")  # fmt: skip
+
+
+def _sampling_flags(made: argparse.ArgumentParser) -> None:
+    group = made.add_argument_group("sampling")
+    group.add_argument("--max-tokens", type=num_tokens, default=None)
+    group.add_argument("--temperature", type=float, default=None)
+    group.add_argument("--top-p", type=float, default=None)
+    group.add_argument("--top-k", type=int, default=None)
+    group.add_argument("--sampling-seed", type=int, default=None)
+
+
+def _serve(made: argparse.ArgumentParser) -> None:
+    _engine_flags(made)
+    http = made.add_argument_group("HTTP")
+    http.add_argument("--host", default="127.0.0.1")
+    http.add_argument("--port", type=int, default=8000)
+    http.add_argument("--served-model-name", nargs="+", action="extend", default=[],
+                      metavar="NAME")  # fmt: skip
+    http.add_argument("--api-key", nargs="+", action="extend", default=[], metavar="KEY",
+                      help="also from MOET_API_KEY, separated by commas")  # fmt: skip
+    http.add_argument("--api-key-file", type=Path, metavar="FILE", help="one key a line")
+    http.add_argument("--max-body-bytes", type=num_bytes, default=64 << 20, metavar="SIZE")
+    http.add_argument("--shutdown-timeout", type=float, default=30.0, metavar="SECONDS",
+                      help="how long requests under way may take after SIGTERM")  # fmt: skip
+    http.add_argument("--sse-keep-alive-interval", type=float, default=15.0, metavar="SECONDS")
+    http.add_argument("--in-process", action="store_true",
+                      help="run the engine on a thread of the server's process")  # fmt: skip
+    http.add_argument("--enable-auto-tool-choice", action="store_true", help=argparse.SUPPRESS)
+
+
+def _chat(made: argparse.ArgumentParser) -> None:
+    _engine_flags(made)
+    _sampling_flags(made)
+    made.add_argument("--system", default=None, help="system message")
+    made.add_argument("--reasoning-effort", default=None)
+    made.add_argument("--thinking", action=argparse.BooleanOptionalAction, default=None)
+
+
+def _generate(made: argparse.ArgumentParser) -> None:
+    _engine_flags(made)
+    _sampling_flags(made)
+    made.add_argument("--prompt", "-p", action="append", default=[],
+                      help="repeat for several; without it, each line of stdin is one")  # fmt: skip
+    made.add_argument("-n", type=int, default=1, help="answers per prompt")
+    made.add_argument("--json", action="store_true", help="one JSON object per prompt")
+
+
+def _convert(made: argparse.ArgumentParser) -> None:
+    made.add_argument("checkpoint", type=Path)
+    made.add_argument("pack", type=Path)
+    made.add_argument("--scale-rule", choices=["mse", "inherit"], default="mse",
+                      help="2-bit scales: of least squared error, or the source's own")  # fmt: skip
+
+
+def _make(made: argparse.ArgumentParser) -> None:
+    made.add_argument("model", help="deepseek-v4-flash or glm-5.2")
+    made.add_argument("--size", default="tiny", help="tiny, small or full")
+    made.add_argument("--flavour", default=None)
+    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--output", "-o", type=Path, default=None, metavar="FOLDER",
+                      help="default: MODEL-SIZE in the current folder")  # fmt: skip
+    made.add_argument("--dry-run", action="store_true", help="print totals, write nothing")
+
+
+_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def num_bytes(text: str) -> int:
+    """Parse a size: bytes, or with a unit such as MiB, GiB or GB."""
+    return _quantity(text.lower().removesuffix("b") if text.lower()[-2:-1] != "i" else text, text)
+
+
+def num_tokens(text: str) -> int:
+    """Parse a count: 32768, 32k (1,000 each) or 32K (1,024 each), as vLLM does."""
+    if text[-1:] in ("K", "M", "G"):
+        return _quantity(text.lower() + "ib", text)
+    return _quantity(text, text)
+
+
+def _quantity(text: str, said: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    if match is None or match[2] not in _UNITS:
+        raise argparse.ArgumentTypeError(f"{said!r} is not a number with a unit such as k or GiB")
+    return int(float(match[1]) * _UNITS[match[2]])

@@ -1,0 +1,224 @@
+"""What each command of the command line does, given its parsed flags.
+
+Heavy parts are imported when a command runs, so that `moet --help` is quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from moet import __version__
+from moet.config import (
+    CacheConfig,
+    KVDtype,
+    ModelSettings,
+    SchedulerConfig,
+    ServerConfig,
+    api_keys_from_environment,
+)
+from moet.errors import ConfigError
+from moet.types import SamplingParams
+
+if TYPE_CHECKING:
+    from moet.runtime.engine import Engine
+
+DEMO_NOTICE = "demo is a tiny model with random weights: its words are random"
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Answer over HTTP until a signal or the engine's death."""
+    from moet.server.run import Service
+
+    config = ServerConfig(
+        host=args.host,
+        port=args.port,
+        served_model_names=tuple(args.served_model_name),
+        api_keys=(*args.api_key, *_keys_of(args.api_key_file), *api_keys_from_environment()),
+        max_body_bytes=args.max_body_bytes,
+        shutdown_timeout_s=args.shutdown_timeout,
+        keep_alive_s=args.sse_keep_alive_interval,
+    )
+    service = Service(
+        lambda on_death: _engine(
+            args, own_process=not args.in_process, wait=False, on_death=on_death
+        ),
+        config,
+    )
+    if service.engine.model == "demo":
+        sys.stderr.write(DEMO_NOTICE + "\n")
+    service.run()
+    return 0
+
+
+def generate(args: argparse.Namespace) -> int:
+    """Continue each prompt and print the answers."""
+    prompts = args.prompt or [line.rstrip("\n") for line in sys.stdin]
+    with _engine(args) as engine:
+        params = _sampling(args, engine)
+        for prompt in prompts:
+            if args.json or args.n > 1:
+                completion = engine.generate(prompt, params, n=args.n)[0]
+                print(msgspec.json.encode(completion).decode(), flush=True)
+                continue
+            for output in engine.stream(prompt, params):
+                print(output.text, end="", flush=True)
+            print()
+    return 0
+
+
+def convert(args: argparse.Namespace) -> int:
+    """Write a pack of a checkpoint."""
+    from moet.console import byte_progress
+    from moet.models.checkpoint import Checkpoint
+    from moet.models.convert import convert as run
+    from moet.models.convert_plan import ConvertOptions
+
+    checkpoint = Checkpoint.open(args.checkpoint)
+    print(checkpoint.describe())
+    options = ConvertOptions(scale_rule=args.scale_rule)
+    with byte_progress(f"converting to {args.pack}") as progress:
+        run(checkpoint, args.pack, options, progress)
+    print(f"wrote {args.pack}")
+    return 0
+
+
+def make_checkpoint(args: argparse.Namespace) -> int:
+    """Write a synthetic checkpoint, or only say what would be written."""
+    from moet.console import byte_progress
+    from moet.models.synthetic import plan_checkpoint, write_checkpoint
+
+    flavour = {} if args.flavour is None else {"flavour": args.flavour}
+    plan = plan_checkpoint(args.size, model=args.model, **flavour)
+    print(f"{plan.num_tensors:,} tensors, {plan.payload_bytes:,} bytes, {len(plan.shards)} shards")
+    if args.dry_run:
+        return 0
+    folder = args.output or Path(f"{args.model}-{args.size}")
+    with byte_progress(f"writing {folder}") as progress:
+        write_checkpoint(
+            folder,
+            size=args.size,
+            seed=args.seed,
+            model=args.model,
+            progress=progress,
+            **flavour,
+        )
+    print(f"wrote {folder}")
+    return 0
+
+
+def doctor(args: argparse.Namespace) -> int:
+    """Report on this machine; exit code 1 if something will keep moet from serving."""
+    from moet.doctor import report
+
+    sections = report()
+    problems = sections["problems"]
+    if args.json:
+        print(msgspec.json.encode(sections).decode())
+        return 1 if problems else 0
+    table = Table("what", "value", show_header=False)
+    for name, section in sections.items():
+        if isinstance(section, dict):
+            for key, value in section.items():
+                table.add_row(f"{name}.{key}", str(value))
+        elif name != "problems":
+            table.add_row(name, str(section) if section else "none")
+    console = Console()
+    console.print(table)
+    for problem in problems:
+        console.print(f"[red]problem:[/red] {problem}")
+    if not problems:
+        console.print("no problems found")
+    return 1 if problems else 0
+
+
+def version(args: argparse.Namespace) -> int:
+    """Print the version."""
+    print(__version__)
+    return 0
+
+
+COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
+    "serve": serve,
+    "generate": generate,
+    "convert": convert,
+    "make-checkpoint": make_checkpoint,
+    "doctor": doctor,
+    "version": version,
+}
+
+
+def _engine(
+    args: argparse.Namespace,
+    *,
+    own_process: bool = False,
+    wait: bool = True,
+    on_death: Callable[[], None] = lambda: None,
+) -> Engine:
+    from moet.runtime.engine import Engine
+
+    if args.model and args.model_flag and args.model != args.model_flag:
+        message = f"MODEL is {args.model!r} and --model is {args.model_flag!r}; give one of them"
+        raise ConfigError(message)
+    prefix_cache = args.prefix_cache
+    if prefix_cache is None:
+        prefix_cache = "on" if args.enable_prefix_caching else "off"
+    return Engine(
+        args.model or args.model_flag or "demo",
+        settings=ModelSettings(rounding=args.rounding, precision=args.precision),
+        cache=CacheConfig(
+            kv_dtype=_kv_dtype(args),
+            budget_bytes=args.kv_cache_memory,
+            host_budget_bytes=args.host_cache_memory,
+            snapshot_budget_bytes=args.snapshot_memory,
+            prefix_cache=prefix_cache,
+        ),
+        scheduler=SchedulerConfig(
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            max_model_len=args.max_model_len,
+            max_queued_requests=args.max_num_queued_reqs,
+            max_queued_tokens=args.max_num_queued_tokens,
+            overlap=args.overlap,
+        ),
+        seed=args.seed,
+        own_process=own_process,
+        wait=wait,
+        on_death=on_death,
+    )
+
+
+def _kv_dtype(args: argparse.Namespace) -> KVDtype:
+    if args.kv_cache_dtype != "auto":
+        named: KVDtype = args.kv_cache_dtype
+        return named
+    return "fp8" if args.rounding == "deployed" else "fp32"
+
+
+def _sampling(args: argparse.Namespace, engine: Engine) -> SamplingParams:
+    given = {
+        "max_tokens": args.max_tokens,
+        "temperature": args.temperature,
+        "top_p": args.top_p,
+        "top_k": args.top_k,
+        "seed": args.sampling_seed,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    return msgspec.structs.replace(engine.text.defaults, **given)
+
+
+def _keys_of(path: Path | None) -> list[str]:
+    if path is None:
+        return []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"--api-key-file {path}: {error.strerror}") from None
+    return [line.strip() for line in lines if line.strip()]
