@@ -225,9 +225,9 @@ def _balanced(nibbles: Tensor) -> tuple[Tensor, float, bool]:
 
 def _balanced_signs(is_zero: Tensor, negative: Tensor) -> tuple[Tensor, float, bool]:
     """Zeros take a level too: if nearly all have one sign, let it alternate along a row."""
-    count = int(is_zero.sum())
+    count = int(torch.count_nonzero(is_zero))
     share = count / max(is_zero.numel(), 1)
-    negatives = int((is_zero & negative).sum())
+    negatives = int(torch.count_nonzero(is_zero & negative))
     if max(negatives, count - negatives) <= _ONE_SIGNED * count:
         return negative, share, False
     odd = torch.arange(is_zero.shape[-1]) % 2 == 1
