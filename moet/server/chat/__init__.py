@@ -9,7 +9,7 @@ from typing import Any
 from moet.errors import ConfigError
 from moet.runtime.tokenizer import Tokenizer
 from moet.server.chat import deepseek_v4_grammar
-from moet.server.chat.deepseek_v4 import DeepseekV4Encoding
+from moet.server.chat.deepseek_v4 import DeepseekV4Encoding, Ladder
 from moet.server.chat.encoding import ChatEncoding
 from moet.server.chat.grammar import Lexicon
 
@@ -42,7 +42,7 @@ def _deepseek_v4(
     config: Mapping[str, Any], tokenizer: Tokenizer, template: str | None
 ) -> ChatFormat:
     """Effort prompts differ by revision: those with DSpark stages read 0731's."""
-    ladder = "preview" if config.get("dspark_block_size") is None else "0731"
+    ladder: Ladder = "preview" if config.get("dspark_block_size") is None else "0731"
     encoding = DeepseekV4Encoding(tokenizer, ladder)
     return ChatFormat(encoding, Lexicon(deepseek_v4_grammar.GRAMMAR, tokenizer))
 
