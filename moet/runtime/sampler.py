@@ -25,7 +25,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moet.types import SamplingParams, TokenLogprobs
@@ -142,7 +144,9 @@ class SamplerState:
             uniform = counter_uniform(self._seed[slots], positions)
         if plain:
             at = torch.tensor(plain, device=logits.device)
-            probs = self._floor(self._probs(scores[at], slots[at]), slots[at])
+            probs = self._probs(scores[at], slots[at])
+            if any(rows[i].min_p > 0 for i in plain):
+                probs = self._floor(probs, slots[at])
             token_ids[at] = _draw(probs, uniform[at])
         if ranked:
             at = torch.tensor(ranked, device=logits.device)
@@ -230,18 +234,22 @@ def counter_uniform(seeds: Tensor, positions: Tensor) -> Tensor:
 
     Two rounds of the splitmix64 finaliser, the position mixed in between; no state anywhere.
     """
-    mixed = _mix64(_mix64(seeds + _GOLDEN) ^ (positions * _GOLDEN))
-    return ((mixed >> 11) & (2**53 - 1)).double() * 2.0**-53
+    seed = seeds.cpu().numpy().view(np.uint64)
+    position = positions.cpu().numpy().view(np.uint64)
+    mixed = _mix64(_mix64(seed + _GOLDEN) ^ (position * _GOLDEN))
+    return torch.from_numpy((mixed >> _U11) * 2.0**-53).to(seeds.device)
 
 
-_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_U11, _U27, _U30, _U31 = (np.uint64(bits) for bits in (11, 27, 30, 31))
 
 
-def _mix64(x: Tensor) -> Tensor:
+def _mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """A bijection of 64 bits in which every input bit moves about half of the output bits."""
-    x = (x ^ ((x >> 30) & (2**34 - 1))) * (0xBF58476D1CE4E5B9 - 2**64)
-    x = (x ^ ((x >> 27) & (2**37 - 1))) * (0x94D049BB133111EB - 2**64)
-    return x ^ ((x >> 31) & (2**33 - 1))
+    x = (x ^ (x >> _U30)) * _FACTORS[0]
+    x = (x ^ (x >> _U27)) * _FACTORS[1]
+    return x ^ (x >> _U31)
 
 
 def _truncate(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
