@@ -98,8 +98,8 @@ def with_nan_scale(tensors: dict[str, Tensor]) -> None:
     tensors["w3.scale"].view(torch.uint8)[5, 1] = 255
 
 
-def with_bf16_weight(tensors: dict[str, Tensor]) -> None:
-    tensors["w3.weight"] = torch.zeros(INTER, HIDDEN, dtype=torch.bfloat16)
+def with_int32_weight(tensors: dict[str, Tensor]) -> None:
+    tensors["w3.weight"] = torch.zeros(INTER, HIDDEN, dtype=torch.int32)
 
 
 def with_one_sign(tensors: dict[str, Tensor]) -> None:
@@ -110,7 +110,7 @@ def with_one_sign(tensors: dict[str, Tensor]) -> None:
     ("damage", "fault"),
     [
         (with_nan_scale, "row 5, block 1 is NaN"),
-        (with_bf16_weight, "bfloat16"),
+        (with_int32_weight, "int32"),
         (with_one_sign, "signed bias"),
     ],
 )
@@ -151,3 +151,42 @@ def test_expert_numbers_run_over_layers_and_names_follow() -> None:
     for layer_idx, expert_id in ((3, 4), (3, -1)):
         with pytest.raises(IndexError):
             experts.row(layer_idx, expert_id)
+
+
+def pipeline_in_float64(nibbles: Tensor, scale: Tensor) -> Tensor:
+    """The published recipe, written out: zeros alternate if nearly all of them have one sign."""
+    magnitude, negative = nibbles & 7, nibbles >= 8
+    zero = magnitude == 0
+    share = (zero & negative).sum() / zero.sum().clamp(min=1)
+    if share > 0.95 or share < 0.05:
+        odd = (torch.arange(nibbles.shape[1]) % 2 == 1).expand_as(nibbles)
+        negative = torch.where(zero, odd, negative)
+    level = torch.where(magnitude >= 5, 4.0, 1.0).double() * torch.where(negative, -1.0, 1.0)
+    return level * torch.pow(2.0, scale.double() - 127).repeat_interleave(32, 1)
+
+
+@pytest.mark.parametrize("zeros", ["positive", "negative", "mixed"])
+def test_rows_of_extreme_contents_decode_to_the_pipeline(zeros: str) -> None:
+    generator = torch.Generator().manual_seed(6)
+    tensors, expected = {}, []
+    for name, (rows, cols) in SHAPES.items():
+        nibbles = torch.randint(0, 16, (rows, cols), generator=generator, dtype=torch.uint8)
+        nibbles[: rows // 2, :16] = torch.arange(16, dtype=torch.uint8)
+        nibbles[rows // 2 :, :32] = 0  # all-zero blocks
+        if zeros != "mixed":
+            sign = 0 if zeros == "positive" else 8
+            nibbles = torch.where((nibbles & 7) == 0, sign, nibbles)
+        exponents = torch.tensor([0, 1, 2, 127, 251, 252], dtype=torch.uint8)
+        scale = exponents[torch.arange(rows) % 6, None].expand(rows, cols // 32).contiguous()
+        tensors[f"{name}.weight"], tensors[f"{name}.scale"] = pack_nibbles(nibbles), scale
+        expected.append((pipeline_in_float64(nibbles, scale), nibbles, scale))
+    encoded = encode_expert(tensors.__getitem__, NAMES, FORMATS, "inherit")
+    w2 = FORMATS["w2"].unpack(encoded.rows["w2"])
+    fp4 = FORMATS["fp4"].unpack(encoded.rows["fp4"])
+    by_name = dict(zip(SHAPES, expected, strict=True))
+    for place, name in enumerate(NAMES):
+        levels, nibbles, scale = by_name[name]
+        assert torch.equal(w2[place].double(), levels)
+        exact = dequantize_mxfp4(pack_nibbles(nibbles), scale, torch.float64)
+        assert torch.equal(fp4[place].double(), exact)
+        assert torch.equal(fp4[place].signbit(), exact.signbit())
