@@ -2,7 +2,9 @@
 
 import json
 import random
+from functools import cache
 
+import deepseek_recipe as recipe
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,8 +18,8 @@ from moet.server.chat.grammar import Lexicon, ReasoningCounter
 from moet.server.chat.messages import Message, ToolCall, ToolChoice
 from moet.server.chat.parser import ContentDelta
 from moet.types import FinishReason
-from tests.server.chat.answers import feed, function, of_ids, of_text, of_tokens
-from tests.text_fixtures import released_tokenizer
+from tests.server.chat.answers import Answer, feed, function, of_ids, of_text, of_tokens
+from tests.text_fixtures import RELEASED, released_tokenizer
 
 TEXT = Lexicon(GRAMMAR, None)
 TOOLS = [
@@ -519,3 +521,61 @@ def test_reasoning_tokens_are_counted():
     assert count("one two three") == three
     assert count("four<think>one two three</think>", in_reasoning=False) == three
     assert count("one two three" + block(LS)) in (three, three + 1)  # "<" before the marker
+
+
+@cache
+def vendors_tokenizer():
+    return recipe.Tokenizer.from_file(str(RELEASED))
+
+
+def vendors_answer(text):
+    """The same by the vendor's stream parser, one token at a time."""
+    request = recipe.ConversationRequest(
+        recipe.Conversation([recipe.UserMessage("u")]), recipe.ModelVersion.DeepseekV4Pro
+    )
+    tokenizer = vendors_tokenizer()
+    stage = recipe.ThinkingInitialStage.ReasoningStart
+    processor = recipe.StreamProcessor(
+        recipe.ChatCompletionRequest.chunk_generator(request, "id", "m"),
+        recipe.ParsingOptions(thinking_initial_stage=stage),
+        tokenizer,
+    )
+    chunks = [recipe.InferenceChunk.ready()]
+    chunks += [recipe.InferenceChunk.tokens([i]) for i in tokenizer.encode(text)]
+    chunks.append(recipe.InferenceChunk.finish(recipe.InferenceFinishReason.Stop))
+    shown = [chunk for part in chunks for chunk in processor.push(part)] + processor.finish()
+    answer = Answer()
+    for choice in (c for chunk in shown for c in json.loads(chunk.to_json())["choices"]):
+        delta = choice["delta"]
+        answer.reasoning += delta.get("reasoning_content") or ""
+        answer.content += delta.get("content") or ""
+        answer.finish_reason = choice["finish_reason"] or answer.finish_reason
+        for call in delta.get("tool_calls") or ():
+            if call["index"] == len(answer.calls):
+                answer.calls.append(["", ""])
+            function = call.get("function", {})
+            answer.calls[call["index"]][0] += function.get("name") or ""
+            answer.calls[call["index"]][1] += function.get("arguments") or ""
+    return answer
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "why</think>answer",
+        "why</think>I look.\n\n" + block(LS, invoke("now")) + "tail",
+        "need ls\n\n" + block(LS),
+        "a</think>b</think>c",
+        "a</think>" + LS,
+        "a</think>" + block('<｜DSML｜invoke name="now"/>'),
+        "a</think>" + block(invoke("bash", param("command", 'x "y"\n<z> 2>&1'))),
+        "a</think>" + block(invoke("weather", param("days", 5, "false"), param("city", "杭州"))),
+        "a</think>" + block(invoke("ls", param("path", "/x")).replace("</｜DSML｜invoke>", "")),
+        "a</think>x <｜DSML｜tool_calls>\n</｜DSML｜tool_calls>",
+    ],
+)
+def test_the_vendors_parser_agrees(text):
+    mine, theirs = thought(text), vendors_answer(text)
+    assert (mine.reasoning, mine.content.strip()) == (theirs.reasoning, theirs.content.strip())
+    assert mine.arguments == theirs.arguments
+    assert mine.finish_reason == theirs.finish_reason
