@@ -111,6 +111,10 @@ class Tokenizer:
         """Where a text spells control tokens: begin, end, id. RequestError for a lone surrogate."""
         return self._controls_in(_valid(text))
 
+    def has_control(self, text: str) -> bool:
+        """Whether a control token is spelled so."""
+        return text in self._control.values()
+
     def is_control(self, token_id: int) -> bool:
         """Whether the id is one of the added vocabulary."""
         return token_id in self._control

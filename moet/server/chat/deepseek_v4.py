@@ -119,6 +119,11 @@ class DeepseekV4Encoding:
     ) -> EncodedPrompt:
         """See ChatEncoding."""
         _check(messages, options)
+        for i, message in enumerate(messages):
+            if message.role == "latest_reminder":
+                self._require(REMINDER, f"messages[{i}].role")
+            if message.task is not None:
+                self._require(f"<｜{message.task}｜>", f"messages[{i}].task")
         thinking, prefix = self._effort(options)
         shown_tools = [] if options.tool_choice.kind == "none" else list(tools)
         prompt = _Prompt(messages, thinking, bool(shown_tools) or bool(options.keep_reasoning))
@@ -130,6 +135,8 @@ class DeepseekV4Encoding:
 
     def encode_fim(self, prefix: str, suffix: str) -> list[int]:
         """A prompt whose completion belongs between prefix and suffix."""
+        for text in (FIM_BEGIN, FIM_HOLE, FIM_END):
+            self._require(text, "suffix")
         return self._tokenizer.encode_spans(
             [
                 Span(BOS + FIM_BEGIN, trusted=True),
@@ -139,6 +146,12 @@ class DeepseekV4Encoding:
                 Span(FIM_END, trusted=True),
             ]
         )
+
+    def _require(self, control: str, param: str) -> None:
+        """Some tokenizers of the format lack the rarer control tokens."""
+        if not self._tokenizer.has_control(control):
+            message = f"{param} needs the control token {control}, which this model does not have"
+            raise RequestError(message, param=param)
 
     def _effort(self, options: ChatOptions) -> tuple[bool, str]:
         """Whether to think, and the text that asks for how much."""

@@ -288,6 +288,16 @@ def test_a_tokenizer_without_the_control_tokens_is_refused():
         DeepseekV4Encoding(byte_tokenizer(), "0731")
 
 
+def test_rare_control_tokens_that_a_tokenizer_lacks_are_named():
+    needed = (B, E, U, A, "<think>", "</think>", "｜DSML｜")
+    encoding = DeepseekV4Encoding(byte_tokenizer(*needed), "0731")
+    for message in (user("t", task="title"), Message("latest_reminder", "x")):
+        with pytest.raises(RequestError, match=r"messages\[0\]"):
+            encoding.encode([message], [], ChatOptions())
+    with pytest.raises(RequestError, match="suffix"):
+        encoding.encode_fim("a", "b")
+
+
 WORDS = [
     "hello",
     "",
