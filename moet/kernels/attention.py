@@ -17,11 +17,11 @@ def attend(q: Tensor, rows: Tensor, sink: Tensor, scale: float) -> Tensor:
 
     The sink is one more logit per head, unscaled, with a value of zero.
     """
-    logits = matmul(q, rows) * scale
+    logits = matmul(q * scale, rows)
     top = torch.maximum(logits.amax(1), sink).unsqueeze(1)
     weights = torch.exp(logits - top)
     total = weights.sum(1, keepdim=True) + torch.exp(sink.unsqueeze(1) - top)
-    return matmul(weights / total, rows.t())
+    return matmul(weights, rows.t()) / total
 
 
 @op(tolerance=2**-7)

@@ -167,7 +167,7 @@ def expert_mixture(
         out = torch.cat([matmul(r, e[2]) for r, e in zip(rows, experts, strict=True)])
         out = out.to(x.dtype).float()
         parts[places] = out * scale if weigh_output else out
-    return functools.reduce(torch.add, parts.view(num_rows, top_k, -1).unbind(1))
+    return functools.reduce(torch.add, parts.view(num_rows, top_k, x.shape[1]).unbind(1))
 
 
 def _unpacked(table: ExpertTable, expert_id: int) -> tuple[Tensor, Tensor, Tensor]:
