@@ -476,6 +476,16 @@ def test_an_undeclared_tool_in_a_block_reaches_the_client():
     assert parse(block(invoke("rm", param("a", "b")))).arguments == [("rm", {"a": "b"})]
 
 
+def test_a_parameter_without_a_name_is_dropped_and_one_may_close_itself():
+    nameless = '<｜DSML｜parameter string="true">lost</｜DSML｜parameter>'
+    text = block(invoke("ls", nameless, param("path", "/x"), nameless))
+    assert parse(text).arguments == [("ls", {"path": "/x"})]
+    closed = '<｜DSML｜parameter name="path" string="true"/>'
+    assert parse(block(invoke("ls", closed, param("depth", 1, "false")))).arguments == [
+        ("ls", {"path": "", "depth": 1})
+    ]
+
+
 def test_parallel_tool_calls_off_keeps_the_first():
     answer = parse(block(LS, invoke("now")), parallel_tool_calls=False)
     assert answer.arguments == [("ls", {"path": "/x"})]
