@@ -26,6 +26,7 @@ import torch
 from moet.errors import CheckpointError
 from moet.kernels.layout import LAYOUT_VERSION
 from moet.models.convert_plan import ConvertOptions, ConvertSource, PackLayout, Unit, plan_pack
+from moet.models.dense import DenseReader
 from moet.models.expert_encoder import MatrixReport, encode_expert
 from moet.models.pack import (
     CHECKSUMS_NAME,
@@ -97,11 +98,12 @@ def convert(
 
 def _existing(folder: Path, identity: str, options: ConvertOptions) -> Pack:
     found = Pack.open(folder, source=identity)
-    wanted = (options.scale_rule, options.tiers)
-    if (found.manifest.scale_rule, found.manifest.tiers) != wanted:
+    wanted = (options.scale_rule, options.tiers, options.dense_dtype)
+    made = found.manifest
+    if (made.scale_rule, made.tiers, made.dense_dtype) != wanted:
         raise CheckpointError(
-            f"{folder} was made with scale rule {found.manifest.scale_rule} and tiers "
-            f"{', '.join(found.manifest.tiers)}; remove it or choose another folder"
+            f"{folder} was made with scale rule {made.scale_rule}, dense dtype {made.dense_dtype} "
+            f"and tiers {', '.join(made.tiers)}; remove it or choose another folder"
         )
     return found
 
@@ -122,6 +124,7 @@ class _Job:
         self.options = options
         self.staging = staging
         self.identity = identity
+        self.dense = DenseReader(source)
         self.entries: dict[int, _Entry] = {}
 
     def run(self, progress: ProgressCallback | None) -> None:
@@ -175,6 +178,8 @@ class _Job:
             layers=experts.layers,
             prefixes=experts.prefixes,
             names=experts.names,
+            fp4=experts.fp4,
+            dense_dtype=self.options.dense_dtype,
             files=self.layout.sizes() | sizes,
             checksums_sha256=hashlib.sha256(
                 (self.staging / CHECKSUMS_NAME).read_bytes()
@@ -190,6 +195,7 @@ class _Job:
             "versions": [FORMAT_VERSION, LAYOUT_VERSION],
             "scale_rule": self.options.scale_rule,
             "tiers": self.options.tiers,
+            "dense_dtype": self.options.dense_dtype,
             "sizes": self.layout.sizes(),
         }
         return json.dumps(key, sort_keys=True).encode()
@@ -239,7 +245,10 @@ class _Job:
         reports: dict[str, dict[str, Any]] = {}
         for name in unit.dense:
             entry = self.layout.dense[name]
-            flat = self.source.load(name).view(-1).view(torch.uint8)
+            tensor, error = self.dense.load(name, entry.dtype)
+            if error is not None:
+                reports[name] = {"dense_rel_rms": _significant(error)}
+            flat = tensor.contiguous().view(-1).view(torch.uint8)
             _write_at(files[DENSE_NAME], flat.numpy().data, entry.offset)
             digests.setdefault(DENSE_NAME, []).append(digest_of(flat))
             meter.advance(entry.num_bytes, name)
@@ -255,10 +264,16 @@ class _Job:
     def _expert(self, row: int, files: Mapping[str, int]) -> _RowResult:
         names = self.layout.experts.matrices(row)
         encoded = encode_expert(
-            self.source.load, names, self.layout.formats, self.options.scale_rule
+            self.source.load,
+            names,
+            self.layout.formats,
+            self.options.scale_rule,
+            fp4=self.layout.experts.fp4,
+            fp8_scale=self.layout.experts.fp8_scale,
         )
         pieces = {rows_name(tier): data for tier, data in encoded.rows.items()}
-        pieces |= {bases_name(tier): data.reshape(-1) for tier, data in encoded.bases.items()}
+        bases = {bases_name(tier): data.reshape(-1) for tier, data in encoded.bases.items()}
+        pieces |= {name: data for name, data in bases.items() if data.numel()}
         for name, flat in pieces.items():
             _write_at(files[name], flat.numpy().data, row * flat.numel())
         return _RowResult(
@@ -286,21 +301,30 @@ def _write_at(descriptor: int, view: memoryview, offset: int) -> None:
 def _rounded(report: MatrixReport) -> dict[str, Any]:
     flat = asdict(report.w2) | {"fp4_rel_rms": report.fp4_rel_rms}
     return {
-        key: float(f"{value:.{_SIGNIFICANT_DIGITS}g}") if isinstance(value, float) else value
+        key: _significant(value) if isinstance(value, float) else value
         for key, value in flat.items()
     }
 
 
+def _significant(value: float) -> float:
+    return float(f"{value:.{_SIGNIFICANT_DIGITS}g}")
+
+
 def _summary(reports: Mapping[str, Mapping[str, Any]], options: ConvertOptions) -> dict[str, Any]:
-    """report.json: the worst tensors first, then every tensor."""
-    worst_bias = max(reports, key=lambda name: abs(reports[name]["bias"]))
-    worst_rms = max(reports, key=lambda name: reports[name]["rel_rms"])
+    """report.json: the worst tensors first, then every expert matrix and changed dense tensor."""
+    dense = {name: report for name, report in reports.items() if "dense_rel_rms" in report}
+    experts = {name: report for name, report in reports.items() if name not in dense}
+    worst_bias = max(experts, key=lambda name: abs(experts[name]["bias"]))
+    worst_rms = max(experts, key=lambda name: experts[name]["rel_rms"])
     return {
         "scale_rule": options.scale_rule,
-        "worst_bias": {"tensor": worst_bias, "bias": reports[worst_bias]["bias"]},
-        "worst_rel_rms": {"tensor": worst_rms, "rel_rms": reports[worst_rms]["rel_rms"]},
-        "mean_rel_rms": sum(report["rel_rms"] for report in reports.values()) / len(reports),
-        "tensors": dict(reports),
+        "dense_dtype": options.dense_dtype,
+        "worst_bias": {"tensor": worst_bias, "bias": experts[worst_bias]["bias"]},
+        "worst_rel_rms": {"tensor": worst_rms, "rel_rms": experts[worst_rms]["rel_rms"]},
+        "mean_rel_rms": sum(report["rel_rms"] for report in experts.values()) / len(experts),
+        "worst_dense_rel_rms": max((r["dense_rel_rms"] for r in dense.values()), default=0.0),
+        "tensors": experts,
+        "dense": dense,
     }
 
 

@@ -15,6 +15,7 @@ from moet.kernels.layout import ExpertRows
 from moet.models.expert_encoder import TIERS, Tier, row_formats
 from moet.models.expert_map import ExpertMap
 from moet.models.pack import DENSE_NAME, bases_name, rows_name
+from moet.models.release import DenseDtype
 from moet.models.tensor_files import TensorEntry
 from moet.models.tensor_spec import TensorSpec
 from moet.models.tensor_writer import plan_file
@@ -36,7 +37,9 @@ class ConvertSource(Protocol):
     @property
     def experts(self) -> ExpertMap: ...
 
-    def specs(self) -> Sequence[TensorSpec]: ...
+    def names(self) -> Iterator[str]: ...
+
+    def dense_specs(self, dtype: DenseDtype) -> Sequence[TensorSpec]: ...
 
     def load(self, name: str) -> Tensor: ...
 
@@ -47,10 +50,15 @@ class ConvertSource(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConvertOptions:
-    """How to quantise. num_workers: experts in flight; each holds a few copies of one expert."""
+    """How to quantise.
+
+    dense_dtype: how the linears outside of routed experts are kept, where the model offers more
+    than the checkpoint's own. num_workers: experts in flight; each holds a few copies of one.
+    """
 
     scale_rule: ScaleRule = "mse"
     tiers: tuple[Tier, ...] = TIERS
+    dense_dtype: DenseDtype = "keep"
     num_workers: int = field(default_factory=_default_workers)
 
 
@@ -79,7 +87,8 @@ class PackLayout:
         sizes = {DENSE_NAME: dense}
         for tier, form in self.formats.items():
             sizes[rows_name(tier)] = self.experts.num_rows * form.row_bytes
-            sizes[bases_name(tier)] = self.experts.num_rows * self.base_bytes[tier]
+            if self.base_bytes[tier]:
+                sizes[bases_name(tier)] = self.experts.num_rows * self.base_bytes[tier]
         return sizes
 
     def unit_bytes(self, unit: Unit) -> int:
@@ -91,10 +100,9 @@ class PackLayout:
 
 def plan_pack(source: ConvertSource, options: ConvertOptions) -> PackLayout:
     experts = source.experts
-    known = row_formats(experts.hidden_size, experts.moe_intermediate_size)
+    known = row_formats(experts.hidden_size, experts.moe_intermediate_size, experts.fp4)
     formats = {tier: known[tier] for tier in options.tiers}
-    dense_specs = [spec for spec in source.specs() if not experts.is_expert(spec.name)]
-    head, dense = plan_file(Path(DENSE_NAME), dense_specs)
+    head, dense = plan_file(Path(DENSE_NAME), source.dense_specs(options.dense_dtype))
     bases = {
         tier: form.row_base(torch.zeros(form.row_bytes, dtype=torch.uint8)).numel()
         for tier, form in formats.items()

@@ -15,12 +15,16 @@ from torch import Tensor
 
 from moet.errors import CheckpointError
 from moet.kernels.layout import ExpertRows, Mxfp4Rows, Quantised, W2Rows
+from moet.kernels.nvfp4 import E2M1_MAX, E4M3_MAX, nvfp4_dequantize, nvfp4_quantize
+from moet.kernels.nvfp4_rows import Nvfp4Rows
+from moet.models.expert_map import Fp4Format
 from moet.models.formats import (
     FP4_BLOCK,
     decode_e8m0,
     dequantize_fp8_block,
     dequantize_mxfp4,
     e8m0_bytes,
+    pack_nibbles,
     quantize_mxfp4,
     unpack_nibbles,
 )
@@ -53,17 +57,26 @@ class EncodedExpert:
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """packed, scale: its MXFP4 form, exact if `values`, float64, is None."""
+    """One matrix as read.
 
-    packed: Tensor
-    scale: Tensor
+    form, fp4: its 4-bit form, codes and scale bytes; global_scale belongs to NVFP4 alone.
+    values: float64, what the checkpoint says; None where MXFP4 says exactly that.
+    exact: whether the 4-bit form loses nothing.
+    """
+
+    form: Fp4Format
+    fp4: Quantised
     values: Tensor | None
+    exact: bool
+    global_scale: float = 1.0
 
 
-def row_formats(hidden_size: int, moe_intermediate_size: int) -> Mapping[Tier, ExpertRows]:
+def row_formats(
+    hidden_size: int, moe_intermediate_size: int, fp4: Fp4Format = "mxfp4"
+) -> Mapping[Tier, ExpertRows]:
     """The row layout of each tier."""
     shape = (hidden_size, moe_intermediate_size)
-    return {"w2": W2Rows(*shape), "fp4": Mxfp4Rows(*shape)}
+    return {"w2": W2Rows(*shape), "fp4": (Nvfp4Rows if fp4 == "nvfp4" else Mxfp4Rows)(*shape)}
 
 
 def encode_expert(
@@ -71,32 +84,38 @@ def encode_expert(
     names: tuple[str, str, str],
     formats: Mapping[Tier, ExpertRows],
     rule: ScaleRule,
+    *,
+    fp4: Fp4Format = "mxfp4",
+    fp8_scale: str = "scale",
 ) -> EncodedExpert:
     """Read gate, up and down, quantise them and pack the rows of all `formats`.
 
-    Raises CheckpointError naming the tensor that has a NaN scale, an encoding nobody knows, or
-    errors beyond the bounds.
+    fp4, fp8_scale: as in ExpertMap. Raises CheckpointError naming the tensor that has a NaN scale,
+    an encoding nobody knows, or errors beyond the bounds.
     """
-    fp4: list[Quantised] = []
+    matrices: list[_Matrix] = []
     w2: list[Quantised] = []
     reports = {}
     for name in names:
         try:
-            matrix = _read(load, name)
+            matrix = _read(load, name, fp4, fp8_scale)
             quantised = _quantize(matrix, rule)
             quantised.report.check(name, quantised.codes.numel())
         except CheckpointError as error:
             raise CheckpointError(f"{name}: {str(error).removeprefix(f'{name}: ')}") from error
-        fp4.append((unpack_nibbles(matrix.packed), e8m0_bytes(matrix.scale)))
+        matrices.append(matrix)
         w2.append((quantised.codes, quantised.scale))
         reports[name] = MatrixReport(quantised.report, _fp4_error(matrix))
     rows, bases = {}, {}
-    codes: Mapping[Tier, list[Quantised]] = {"w2": w2, "fp4": fp4}
     for tier, form in formats.items():
-        for name, matrix_codes in zip(names, codes[tier], strict=True):
-            check_row_range(name, form, *matrix_codes)
-        gate, up, down = codes[tier]
-        rows[tier] = form.pack(gate, up, down)
+        gate, up, down = w2 if tier == "w2" else [matrix.fp4 for matrix in matrices]
+        if isinstance(form, Nvfp4Rows):
+            factors = torch.tensor([matrix.global_scale for matrix in matrices])
+            rows[tier] = form.pack_scaled(gate, up, down, factors)
+        else:
+            for name, codes in zip(names, (gate, up, down), strict=True):
+                check_row_range(name, form, *codes)
+            rows[tier] = form.pack(gate, up, down)
         bases[tier] = form.row_base(rows[tier])
     return EncodedExpert(rows, bases, reports)
 
@@ -119,27 +138,66 @@ def check_row_range(name: str, form: ExpertRows, codes: Tensor, scale: Tensor) -
         )
 
 
-def _read(load: Load, name: str) -> _Matrix:
-    weight, scale = load(f"{name}.weight"), load(f"{name}.scale")
+def _read(load: Load, name: str, fp4: Fp4Format, fp8_scale: str) -> _Matrix:
+    weight = load(f"{name}.weight")
     if weight.dtype == torch.int8:
-        return _Matrix(weight, scale, None)
+        scale = e8m0_bytes(load(f"{name}.scale"))
+        return _Matrix("mxfp4", (unpack_nibbles(weight), scale), None, exact=True)
+    if weight.dtype == torch.uint8:
+        return _read_nvfp4(load, name, weight)
     if weight.dtype == torch.float8_e4m3fn:
-        values = dequantize_fp8_block(weight, scale, torch.float64)
-        if not bool(values.isfinite().all()):
-            raise CheckpointError("the weight or its scale holds NaN or infinity")
-        return _Matrix(*quantize_mxfp4(values), values)
-    raise CheckpointError(f"experts of dtype {weight.dtype} are unknown; int8 (FP4) or e4m3 needed")
+        values = dequantize_fp8_block(weight, load(f"{name}.{fp8_scale}"), torch.float64)
+    elif weight.dtype == torch.bfloat16:
+        values = weight.double()
+    else:
+        raise CheckpointError(
+            f"experts of dtype {weight.dtype} are unknown; int8 (MXFP4), uint8 (NVFP4), e4m3 or "
+            "bf16 needed"
+        )
+    if not bool(values.isfinite().all()):
+        raise CheckpointError("the weight or its scale holds NaN or infinity")
+    if fp4 == "nvfp4":
+        return _make_nvfp4(values)
+    packed, scale = quantize_mxfp4(values)
+    return _Matrix("mxfp4", (unpack_nibbles(packed), scale), values, exact=False)
+
+
+def _read_nvfp4(load: Load, name: str, packed: Tensor) -> _Matrix:
+    """Codes, block scales and the global scale as shipped; input_scale is not used."""
+    scales = load(f"{name}.weight_scale").view(torch.uint8)
+    global_scale = load(f"{name}.weight_scale_2").item()
+    values = nvfp4_dequantize(packed, scales, global_scale=global_scale, dtype=torch.float64)
+    if not bool(values.isfinite().all()):
+        raise CheckpointError("a block scale or the global scale holds NaN or infinity")
+    codes = unpack_nibbles(packed)
+    return _Matrix("nvfp4", (codes, scales), values, exact=True, global_scale=global_scale)
+
+
+def _make_nvfp4(values: Tensor) -> _Matrix:
+    """Of a matrix that a checkpoint with NVFP4 experts left wide: its draft layer."""
+    peak = values.abs().max().item()
+    global_scale = torch.tensor(peak / (E2M1_MAX * E4M3_MAX) or 1.0).item()  # fp32
+    packed, scales = nvfp4_quantize(values, global_scale=global_scale)
+    codes = unpack_nibbles(packed)
+    return _Matrix("nvfp4", (codes, scales), values, exact=False, global_scale=global_scale)
 
 
 def _quantize(matrix: _Matrix, rule: ScaleRule) -> W2Matrix:
+    codes, scale = matrix.fp4
     if matrix.values is None:
-        return quantize_w2(matrix.packed, matrix.scale, rule)
-    return quantize_w2_values(matrix.values, rule, matrix.scale)
+        return quantize_w2(pack_nibbles(codes), scale, rule)
+    return quantize_w2_values(matrix.values, rule, scale if matrix.form == "mxfp4" else None)
 
 
 def _fp4_error(matrix: _Matrix) -> float:
-    if matrix.values is None:
+    if matrix.exact or matrix.values is None:
         return 0.0
-    error = dequantize_mxfp4(matrix.packed, matrix.scale, torch.float64) - matrix.values
+    codes, scales = matrix.fp4
+    if matrix.form == "mxfp4":
+        stored = dequantize_mxfp4(pack_nibbles(codes), scales, torch.float64)
+    else:
+        packed = pack_nibbles(codes).view(torch.uint8)
+        factor = matrix.global_scale
+        stored = nvfp4_dequantize(packed, scales, global_scale=factor, dtype=torch.float64)
     energy = matrix.values.square().sum().item()
-    return sqrt(error.square().sum().item() / energy) if energy else 0.0
+    return sqrt((stored - matrix.values).square().sum().item() / energy) if energy else 0.0

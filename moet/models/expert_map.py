@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+Fp4Format = Literal["mxfp4", "nvfp4"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,7 +13,8 @@ class ExpertMap:
     """Routed experts of a model. Draft blocks count as layers after the decoder's.
 
     prefixes: for each of `layers`, what precedes the expert id in tensor names. names: what gate,
-    up and down projections are called.
+    up and down projections are called. fp8_scale: the suffix of block scales of fp8 weights.
+    fp4: the format of the FP4 tier, the source's own if that is a 4-bit one.
     """
 
     hidden_size: int
@@ -19,6 +23,8 @@ class ExpertMap:
     layers: tuple[int, ...]
     prefixes: tuple[str, ...]
     names: tuple[str, str, str] = ("w1", "w3", "w2")
+    fp8_scale: str = "scale"
+    fp4: Fp4Format = "mxfp4"
 
     @property
     def num_rows(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from moet.models.expert_map import ExpertMap
 from moet.models.glm_moe_dsa_config import Flavour, GlmMoeDsaConfig
 from moet.models.tensor_spec import TensorSpec
 
@@ -22,6 +23,22 @@ def inventory_parts(config: GlmMoeDsaConfig, flavour: Flavour) -> dict[str, list
     """The inventory by part: "embed", "layers.N" (draft layers too), "head"."""
     parts = _parts(config, flavour)
     return {part: [TensorSpec(*entry) for entry in entries] for part, entries in parts}
+
+
+def expert_map(config: GlmMoeDsaConfig, flavour: Flavour) -> ExpertMap:
+    """Where the routed experts are: every layer from first_k_dense_replace on, draft layers too."""
+    num_layers = config.num_hidden_layers + config.num_draft_blocks
+    layers = tuple(range(config.first_k_dense_replace, num_layers))
+    return ExpertMap(
+        config.hidden_size,
+        config.moe_intermediate_size,
+        config.n_routed_experts,
+        layers,
+        tuple(f"model.layers.{i}.mlp.experts." for i in layers),
+        names=("gate_proj", "up_proj", "down_proj"),
+        fp8_scale="weight_scale_inv",
+        fp4="nvfp4" if flavour == "nvfp4" else "mxfp4",
+    )
 
 
 def _parts(config: GlmMoeDsaConfig, flavour: Flavour) -> Iterator[tuple[str, Iterable[_Entry]]]:

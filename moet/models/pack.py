@@ -20,7 +20,8 @@ from torch import Tensor
 from moet.errors import CheckpointError
 from moet.kernels.layout import LAYOUT_VERSION, ExpertRows
 from moet.models.expert_encoder import Tier, row_formats
-from moet.models.expert_map import ExpertMap
+from moet.models.expert_map import ExpertMap, Fp4Format
+from moet.models.release import DenseDtype
 from moet.models.tensor_files import TensorFiles, read_header, read_into, some_of
 from moet.models.w2 import ScaleRule
 
@@ -44,6 +45,8 @@ class PackManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     layers: tuple[int, ...]
     prefixes: tuple[str, ...]
     names: tuple[str, str, str]
+    fp4: Fp4Format
+    dense_dtype: DenseDtype
     files: dict[str, int]
     checksums_sha256: str
 
@@ -56,6 +59,7 @@ class PackManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             self.layers,
             self.prefixes,
             self.names,
+            fp4=self.fp4,
         )
 
 
@@ -84,7 +88,7 @@ class Pack:
         self.formats: Mapping[Tier, ExpertRows] = {
             tier: form
             for tier, form in row_formats(
-                manifest.hidden_size, manifest.moe_intermediate_size
+                manifest.hidden_size, manifest.moe_intermediate_size, manifest.fp4
             ).items()
             if tier in manifest.tiers
         }
@@ -138,8 +142,13 @@ class Pack:
         return self._rows(tier)[self.experts.row(layer_idx, expert_id)]
 
     def row_base(self, tier: Tier, layer_idx: int, expert_id: int) -> Tensor:
-        """[num_sub_rows, rows] uint8, the exponents that sm_90a counts from; mapped."""
+        """[num_sub_rows, rows] uint8, the exponents that sm_90a counts from; mapped.
+
+        Rows are 0 for formats without exponents (NVFP4).
+        """
         form, row = self.format(tier), self.experts.row(layer_idx, expert_id)
+        if bases_name(tier) not in self.manifest.files:
+            return torch.empty(form.num_sub_rows, 0, dtype=torch.uint8)
         flat = self._map(bases_name(tier)).view(self.experts.num_rows, form.num_sub_rows, -1)
         return flat[row]
 
@@ -175,6 +184,8 @@ class Pack:
             yield name, digest, self.load(name).view(-1).view(torch.uint8)
         for tier in self.manifest.tiers:
             for file, label in ((rows_name(tier), "row"), (bases_name(tier), "base")):
+                if file not in checksums:
+                    continue
                 rows = self._map(file).view(self.experts.num_rows, -1)
                 for row, digest in enumerate(checksums[file]):
                     gate = self.experts.matrices(row)[0].rpartition(".")[0]

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moet.errors import CheckpointError, ConfigError
-from moet.models.checkpoint import Checkpoint, detect_artefact
+from moet.models.checkpoint import Checkpoint
+from moet.models.deepseek_v4_release import detect_artefact
 from moet.models.tensor_files import INDEX_NAME, TensorEntry, TensorFiles, read_header
 
 SHARD = "model-00004-of-00010.safetensors"  # layers.2
@@ -42,7 +43,7 @@ def error_of(folder: Path) -> str:
 
 def test_a_sound_checkpoint_opens_and_says_what_it_is(tiny_checkpoint: Path) -> None:
     checkpoint = Checkpoint.open(tiny_checkpoint)
-    assert checkpoint.artefact.name == "preview"
+    assert checkpoint.form() == "preview"
     assert "FP4" in checkpoint.describe()
     assert "MTP" in checkpoint.describe()
     tensor = checkpoint.load("layers.2.ffn.experts.3.w2.scale")
