@@ -101,7 +101,8 @@ def _engine_flags(made: argparse.ArgumentParser) -> None:
                        help="round activations as the checkpoint was trained for")  # fmt: skip
     model.add_argument("--seed", type=int, default=0, help="for requests that bring none")
     cache = made.add_argument_group("cache")
-    cache.add_argument("--kv-cache-dtype", choices=["auto", "fp8", "bf16", "fp32"], default="auto")
+    cache.add_argument("--kv-cache-dtype", choices=["auto", "fp8", "nvfp4", "bf16", "fp32"],
+                       default="auto", help="nvfp4: GLM-5.2 only")  # fmt: skip
     cache.add_argument("--kv-cache-memory", "--kv-cache-memory-bytes", type=num_bytes,
                        default=256 << 20, metavar="SIZE", help="such as 4GiB")  # fmt: skip
     cache.add_argument("--host-cache-memory", type=num_bytes, default=256 << 20, metavar="SIZE",
@@ -172,6 +173,9 @@ def _convert(made: argparse.ArgumentParser) -> None:
     made.add_argument("pack", type=Path)
     made.add_argument("--scale-rule", choices=["mse", "inherit"], default="mse",
                       help="2-bit scales: of least squared error, or the source's own")  # fmt: skip
+    made.add_argument("--dense-dtype", choices=["keep", "fp8", "bf16"], default="keep",
+                      help="GLM-5.2: linears outside of routed experts; fp8 is block-128, made "
+                      "at conversion, with the error of each tensor in report.json")  # fmt: skip
 
 
 def _make(made: argparse.ArgumentParser) -> None:

@@ -83,7 +83,7 @@ def convert(args: argparse.Namespace) -> int:
 
     checkpoint = Checkpoint.open(args.checkpoint)
     print(checkpoint.describe())
-    options = ConvertOptions(scale_rule=args.scale_rule)
+    options = ConvertOptions(scale_rule=args.scale_rule, dense_dtype=args.dense_dtype)
     with byte_progress(f"converting to {args.pack}") as progress:
         run(checkpoint, args.pack, options, progress)
     print(f"wrote {args.pack}")
