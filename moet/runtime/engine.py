@@ -20,13 +20,12 @@ import msgspec
 
 from moet.config import CacheConfig, EngineConfig, ModelSettings, SchedulerConfig
 from moet.errors import MoetError, OverloadedError, RequestError
-from moet.runtime.host import Host, HostState, ThreadHost
-from moet.runtime.loader import load_core, load_text
+from moet.runtime.host import Core, Host, HostState, Progress, ThreadHost
 from moet.runtime.metrics import CoreInfo, CoreStats
 from moet.runtime.output import Choice, Completion, Output, TextAssembler
 from moet.runtime.process import ProcessHost
 from moet.runtime.sampling_params import validate_params
-from moet.runtime.text_side import TextSide
+from moet.runtime.text_side import TextSide, model_folder
 from moet.types import Request, SamplingParams, TokenEvent
 
 logger = logging.getLogger(__name__)
@@ -67,9 +66,9 @@ class Engine:
             scheduler=scheduler or SchedulerConfig(),
             seed=seed,
         )
-        build = partial(load_core, config)
+        build = partial(_load_core, config)
         host = ProcessHost(build) if own_process else ThreadHost(build)
-        self._set_up(model, host, partial(load_text, model), on_death)
+        self._set_up(model, host, lambda: TextSide.from_folder(model_folder(model)), on_death)
         if wait:
             self.wait_until_ready()
 
@@ -365,6 +364,13 @@ class Engine:
             except RuntimeError:  # the loop is closed: nobody reads these any more
                 for _, event in batch:
                     self._abort(event.request_id)
+
+
+def _load_core(config: EngineConfig, progress: Progress) -> Core:
+    """Imports the model's side only where it runs: the caller's process needs no torch."""
+    from moet.runtime.loader import load_core
+
+    return load_core(config, progress)
 
 
 class _Route(msgspec.Struct, frozen=True, eq=False):

@@ -11,7 +11,6 @@ import shutil
 import time
 from pathlib import Path
 
-from moet import __version__
 from moet.config import EngineConfig, cache_dir
 from moet.errors import ConfigError
 from moet.models import load_model
@@ -24,11 +23,10 @@ from moet.models.synthetic import write_checkpoint
 from moet.runtime.core import EngineCore
 from moet.runtime.experts.store import ResidentExpertStore
 from moet.runtime.host import Progress
-from moet.runtime.text_side import TextSide
+from moet.runtime.text_side import DEMO, model_folder
 
 logger = logging.getLogger(__name__)
 
-DEMO = "demo"
 LOG_INTERVAL_S = 5.0
 
 
@@ -51,14 +49,9 @@ def load_core(config: EngineConfig, progress: Progress) -> EngineCore:
     )
 
 
-def load_text(model: str) -> TextSide:
-    """The text side of a model whose core is loaded."""
-    return TextSide.from_folder(demo_folder() if model == DEMO else Path(model))
-
-
 def open_pack(model: str, progress: Progress) -> Pack:
     """The pack of a model: itself, or one made of the checkpoint and kept for the next start."""
-    folder = demo_folder() if model == DEMO else Path(model)
+    folder = model_folder(model)
     if model == DEMO and not folder.is_dir():
         _make_demo(folder, progress)
     if not folder.is_dir():
@@ -71,11 +64,6 @@ def open_pack(model: str, progress: Progress) -> Pack:
     kept = cache_dir() / "packs" / f"{name}-{checkpoint.identity()[:16]}"
     kept.parent.mkdir(parents=True, exist_ok=True)
     return convert(checkpoint, kept, ConvertOptions(), ConvertLog(kept, progress))
-
-
-def demo_folder() -> Path:
-    """Where the demo model's checkpoint is kept."""
-    return cache_dir() / f"demo-{__version__}"
 
 
 def _make_demo(folder: Path, progress: Progress) -> None:

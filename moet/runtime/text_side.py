@@ -7,20 +7,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from moet import __version__
+from moet.config import cache_dir
 from moet.errors import ConfigError
 from moet.runtime.tokenizer import Tokenizer
 from moet.types import SamplingParams
 
+DEMO = "demo"
 DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True)
 class TextSide:
-    """config is the model folder's config.json; defaults hold where a request says nothing."""
+    """config is the model folder's config.json; defaults hold where a request says nothing.
+
+    chat_template is the text of chat_template.jinja, which not every model ships.
+    """
 
     tokenizer: Tokenizer
     config: dict[str, Any]
     defaults: SamplingParams = field(default_factory=SamplingParams)
+    chat_template: str | None = None
 
     @classmethod
     def from_folder(cls, folder: Path) -> TextSide:
@@ -29,11 +36,18 @@ class TextSide:
         given = {name: generation[name] for name in DEFAULTS if generation.get(name) is not None}
         if generation.get("do_sample") is False:
             given["temperature"] = 0.0
+        template = folder / "chat_template.jinja"
         return cls(
             tokenizer=Tokenizer.from_folder(folder),
             config=_read_object(folder / "config.json", required=True),
             defaults=SamplingParams(**given),
+            chat_template=template.read_text(encoding="utf-8") if template.is_file() else None,
         )
+
+
+def model_folder(model: str) -> Path:
+    """A model's folder by the name that a user gives it."""
+    return cache_dir() / f"demo-{__version__}" if model == DEMO else Path(model)
 
 
 def _read_object(path: Path, *, required: bool) -> dict[str, Any]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, Protocol
 
 from moet.errors import RequestError
 from moet.runtime.engine import Engine, Generation
 from moet.runtime.output import Output
 from moet.runtime.tokenizer import Tokenizer
+from moet.server.openai import SharedFields
 from moet.types import FinishReason, Request, TokenLogprobs
+
+logger = logging.getLogger(__name__)
 
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 MAX_REQUEST_ID = 128
@@ -169,11 +173,76 @@ def plain_reason(reason: FinishReason | None) -> str | None:
     return None if reason is None else reason.value
 
 
-async def opened(engine: Engine, requests: Sequence[Request], param: str) -> Generation:
-    """Queue requests. An error about the prompt names `param`, the field that it came from."""
-    try:
-        return await engine.open(requests)
-    except RequestError as error:
-        if error.param in ("prompt", "messages"):
-            error.param = param
-        raise
+class Choice(Protocol):
+    """One sample of one prompt as it grows."""
+
+    reasoning_tokens: int
+
+    def add(self, output: Output) -> list[dict[str, Any]]:
+        """The choice objects of chunks that an increment makes; none if all of it is held back."""
+        ...
+
+    def whole(self) -> dict[str, Any]:
+        """Everything added so far as the choice object of one body."""
+        ...
+
+
+class Answer:
+    """One request to an endpoint: opened first, then either streamed or collected."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        body: SharedFields,
+        requests: Sequence[Request],
+        choices: Sequence[Choice],
+        header: Header,
+        *,
+        prompt_field: str,
+    ) -> None:
+        """requests, choices: sample by sample, prompt by prompt. prompt_field: for errors."""
+        self.engine = engine
+        self.header = header
+        self._body = body
+        self._requests = requests
+        self._choices = choices
+        self._prompt_field = prompt_field
+        self._samples = body.n or 1
+        self.usage = Usage(sum(len(r.prompt_token_ids) for r in requests[:: self._samples]))
+
+    async def open(self) -> Generation:
+        """Queue all requests; a refusal is raised here, before any byte is sent."""
+        try:
+            return await self.engine.open(self._requests)
+        except RequestError as error:
+            if error.param in ("prompt", "messages"):
+                error.param = self._prompt_field
+            raise
+
+    async def chunks(self, generation: Generation) -> AsyncGenerator[dict[str, Any], None]:
+        """The answer bit by bit."""
+        async for output in self._outputs(generation):
+            for choice in self._add(output):
+                usage = self.usage if self._body.continuous_usage else None
+                yield self.header.chunk([choice], usage)
+        if self._body.include_usage:
+            yield self.header.chunk([], self.usage)
+
+    async def collect(self, generation: Generation) -> dict[str, Any]:
+        """The answer as one body."""
+        async for output in self._outputs(generation):
+            self._add(output)
+        return self.header.chunk([choice.whole() for choice in self._choices], self.usage)
+
+    def _add(self, output: Output) -> list[dict[str, Any]]:
+        chunks = self._choices[output.index].add(output)
+        self.usage.reasoning_tokens = sum(choice.reasoning_tokens for choice in self._choices)
+        return chunks
+
+    async def _outputs(self, generation: Generation) -> AsyncGenerator[Output, None]:
+        async with generation:
+            async for output in generation:
+                output.raise_if_failed()
+                self.usage.add(output, samples=self._samples)
+                yield output
+        logger.info("finished %s: %s", self.header.fields["id"], self.usage.body())

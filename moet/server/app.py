@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -22,11 +23,20 @@ from moet.config import ServerConfig
 from moet.errors import EngineDeadError, RequestError
 from moet.runtime.engine import Engine
 from moet.server import metrics
+from moet.server.answers import Answer
 from moet.server.body import BodyReader
-from moet.server.completions import CompletionAnswer
+from moet.server.chat_completions import chat_answer
+from moet.server.chat_format import ChatFormat, chat_format
+from moet.server.completions import completion_answer
 from moet.server.errors import HttpError, error_response
 from moet.server.gate import Gate, Traffic
-from moet.server.openai import REFUSED_COMPLETION, CompletionRequest, SharedFields
+from moet.server.openai import (
+    REFUSED_CHAT,
+    REFUSED_COMPLETION,
+    ChatRequest,
+    CompletionRequest,
+    SharedFields,
+)
 from moet.server.stream import EventStream, or_gone
 
 logger = logging.getLogger(__name__)
@@ -65,17 +75,29 @@ class Api:
     async def completions(self, request: Request) -> Response:
         body = await self.bodies.read(request, CompletionRequest, REFUSED_COMPLETION)
         model = self.model_of(body)
-        answer = await asyncio.to_thread(CompletionAnswer, self.engine, body, model)
+        answer = await asyncio.to_thread(completion_answer, self.engine, body, model)
         return await self._answer(request, answer, stream=bool(body.stream))
 
-    async def _answer(
-        self, request: Request, answer: CompletionAnswer, *, stream: bool
-    ) -> Response:
+    async def chat(self, request: Request) -> Response:
+        body = await self.bodies.read(request, ChatRequest, REFUSED_CHAT)
+        model = self.model_of(body)
+        answer = await asyncio.to_thread(chat_answer, self.engine, self.form, body, model)
+        return await self._answer(request, answer, stream=bool(body.stream))
+
+    @cached_property
+    def form(self) -> ChatFormat:
+        """The model's chat format; there is one as soon as the model is loaded."""
+        return chat_format(self.engine.text)
+
+    async def _answer(self, request: Request, answer: Answer, *, stream: bool) -> Response:
         generation = await answer.open()
         if stream:
-            frames = answer.frames(generation)
-            return EventStream(frames, keep_alive_s=self.config.keep_alive_s)
-        body = await or_gone(answer.collect(generation), request.receive)
+            chunks = answer.chunks(generation)
+            return EventStream(chunks, generation.close, keep_alive_s=self.config.keep_alive_s)
+        try:
+            body = await or_gone(answer.collect(generation), request.receive)
+        finally:
+            generation.close()
         return Response(status_code=CLIENT_GONE) if body is None else json_response(body)
 
     def model_of(self, body: SharedFields | Tokenize | Detokenize) -> str:
@@ -173,6 +195,7 @@ def create_app(engine: Engine, config: ServerConfig) -> FastAPI:
     app.add_middleware(Gate, traffic=traffic, api_keys=config.api_keys)
     app.add_exception_handler(HTTPException, _no_such_route)
     posts: dict[str, Handler] = {
+        "/v1/chat/completions": api.chat,
         "/v1/completions": api.completions,
         "/tokenize": api.tokenize,
         "/detokenize": api.detokenize,

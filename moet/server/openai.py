@@ -99,7 +99,12 @@ class SharedFields(msgspec.Struct, kw_only=True):
             raise RequestError("prompt_logprobs needs stream: false", param="prompt_logprobs")
 
     def params(
-        self, defaults: SamplingParams, *, max_tokens: int | None, logprobs: int | None
+        self,
+        defaults: SamplingParams,
+        *,
+        max_tokens: int | None,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
     ) -> SamplingParams:
         """The sampling parameters, with the model's defaults where the request is silent."""
         given = {
@@ -114,13 +119,13 @@ class SharedFields(msgspec.Struct, kw_only=True):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             max_tokens=max_tokens,
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
 
 
 SAMPLING_FIELDS = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "include_stop_str_in_output", "ignore_eos", "min_tokens", "seed",
-    "prompt_logprobs",
 )  # fmt: skip
 
 
@@ -157,9 +162,9 @@ MAX_PROMPTS = 128
 class ChatRequest(SharedFields, kw_only=True):
     """POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    messages: Any
+    tools: Any = None
+    tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -175,6 +180,21 @@ class ChatRequest(SharedFields, kw_only=True):
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
     modalities: list[str] | None = None
+
+    @property
+    def hides_reasoning(self) -> bool:
+        """Whether the client asked to be spared the reasoning."""
+        return self.include_reasoning is False or bool((self.reasoning or {}).get("exclude"))
+
+    def token_limit(self) -> int | None:
+        """max_completion_tokens, or max_tokens, its older name."""
+        for name in ("max_completion_tokens", "max_tokens"):
+            limit: int | None = getattr(self, name)
+            if limit is not None:
+                if limit < 1:
+                    raise RequestError(f"{name} is {limit}; it must be at least 1", param=name)
+                return limit
+        return None
 
     def num_logprobs(self) -> int | None:
         """Alternatives to report per token; None for no log-probabilities at all."""

@@ -35,44 +35,53 @@ def frame(data: object) -> bytes:
     return b"data: " + orjson.dumps(data) + b"\n\n"
 
 
-async def terminated(frames: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    """The same frames with exactly one end: an error, if there is one, becomes the last event."""
+async def terminated(chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
+    """Chunks as events with exactly one end: an error, if there is one, becomes the last chunk."""
     try:
-        async for data in frames:
-            yield data
+        async for chunk in chunks:
+            yield frame(chunk)
     except Exception as error:
         yield frame(error_object(error))
     finally:
-        await frames.aclose()
+        await chunks.aclose()
     yield DONE
 
 
 class EventStream(Response):
-    """Sends frames as they come.
+    """Sends chunks as they come.
 
     A comment is sent after `keep_alive_s` of silence. When the client leaves, the generator of the
-    frames is closed at once, wherever it waits.
+    chunks is closed at once, wherever it waits; `close` is called at the end in any case, since a
+    generator that was never begun cleans nothing up.
     """
 
-    def __init__(self, frames: AsyncGenerator[bytes, None], *, keep_alive_s: float) -> None:
-        self.frames = terminated(frames)
+    def __init__(
+        self,
+        chunks: AsyncGenerator[dict[str, Any], None],
+        close: Callable[[], None],
+        *,
+        keep_alive_s: float,
+    ) -> None:
+        self.frames = terminated(chunks)
+        self._close = close
         self.keep_alive_s = keep_alive_s
         self.background = None
         self.status_code = 200
         self._last_sent = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
-        self._last_sent = monotonic()
         keep_alive = asyncio.create_task(self._keep_alive(send))
         try:
             await or_gone(self._pump(send), receive)
         finally:
             keep_alive.cancel()
             await self.frames.aclose()
+            self._close()
 
     async def _pump(self, send: Send) -> None:
         try:
+            self._last_sent = monotonic()
+            await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
             async for data in self.frames:
                 await self._send(send, data)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -80,12 +89,11 @@ class EventStream(Response):
             logger.debug("a client left while its stream was written")
 
     async def _keep_alive(self, send: Send) -> None:
+        self._last_sent = monotonic()
         while True:
-            quiet_s = monotonic() - self._last_sent
-            if quiet_s >= self.keep_alive_s:
+            await asyncio.sleep(self.keep_alive_s - (monotonic() - self._last_sent))
+            if monotonic() - self._last_sent >= self.keep_alive_s:
                 await self._send(send, KEEP_ALIVE)
-            else:
-                await asyncio.sleep(self.keep_alive_s - quiet_s)
 
     async def _send(self, send: Send, data: bytes) -> None:
         self._last_sent = monotonic()

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -103,6 +104,7 @@ def listening(
                 break
             except httpx.ConnectError:
                 assert thread.is_alive()
+                time.sleep(0.01)
     yield url, service
     if thread.is_alive() and not service.died:
         service.stop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -296,7 +297,7 @@ def test_loading_is_live_but_not_ready() -> None:
     api = Caller(create_app(engine, ServerConfig()), ScriptedCore(), engine)
     assert api.get("/health").status_code == 200
     while (ready := api.get("/ready")).json()["progress"] == 0:
-        pass
+        time.sleep(0.01)
     assert ready.status_code == 503
     assert ready.json() == {"status": "loading", "stage": "weights", "progress": 0.25}
     response = api.post(COMPLETIONS, {"prompt": "p"})

@@ -120,7 +120,7 @@ def test_a_drain_lets_streams_end_and_refuses_new_ones() -> None:
             next(lines)
             service.stop()
             while client.get("/ready").json()["status"] != "draining":
-                pass
+                time.sleep(0.01)
             refused = client.post(COMPLETIONS, json=BODY)
             assert refused.status_code == 503
             assert "retry-after" in refused.headers

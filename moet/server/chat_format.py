@@ -1,0 +1,36 @@
+"""Which chat format a model folder speaks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moet.errors import ConfigError
+from moet.runtime.text_side import TextSide
+from moet.server.chat import deepseek_v4_grammar, glm_grammar
+from moet.server.chat.deepseek_v4 import DeepseekV4Encoding, Ladder
+from moet.server.chat.encoding import ChatEncoding
+from moet.server.chat.glm import GlmEncoding
+from moet.server.chat.grammar import Lexicon
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFormat:
+    """How a model's prompts are written and its answers read."""
+
+    encoding: ChatEncoding
+    lexicon: Lexicon
+
+
+def chat_format(text: TextSide) -> ChatFormat:
+    """The format by the folder's model_type. ConfigError if it is unknown or a token is missing."""
+    tokenizer, config = text.tokenizer, text.config
+    model_type = config.get("model_type")
+    if model_type == "deepseek_v4":
+        ladder: Ladder = "0731" if "dspark_block_size" in config else "preview"
+        lexicon = Lexicon(deepseek_v4_grammar.GRAMMAR, tokenizer)
+        return ChatFormat(DeepseekV4Encoding(tokenizer, ladder), lexicon)
+    if model_type == "glm_moe_dsa":
+        lexicon = Lexicon(glm_grammar.GRAMMAR, tokenizer)
+        return ChatFormat(GlmEncoding(tokenizer, text.chat_template), lexicon)
+    message = f"config.json names the model type {model_type!r}, whose chat format is unknown; "
+    raise ConfigError(message + "use /v1/completions")

@@ -1,0 +1,201 @@
+"""The command line: spellings, exit codes, and every command on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from moet import __version__
+from moet.cli import main, num_bytes, num_tokens, parser, with_dashes
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cache folder that the tests of this module share."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MOET_CACHE_DIR", str(folder))
+        yield folder
+
+
+def test_flags_are_taken_with_dashes_and_underscores() -> None:
+    words = ["serve", "--max_num_seqs=4", "--served_model_name", "my_model", "--no_overlap"]
+    args = parser().parse_args(with_dashes(words))
+    assert (args.max_num_seqs, args.served_model_name, args.overlap) == (4, ["my_model"], False)
+    assert with_dashes(["--", "--a_b"]) == ["--", "--a_b"]
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("5", 5), ("1k", 1000), ("2GB", 2 * 10**9), ("4GiB", 4 << 30), ("1.5MiB", 3 << 19)],
+)
+def test_sizes(text: str, number: int) -> None:
+    assert num_bytes(text) == number
+
+
+@pytest.mark.parametrize(("text", "number"), [("32768", 32768), ("32k", 32000), ("32K", 32768)])
+def test_token_counts(text: str, number: int) -> None:
+    assert num_tokens(text) == number
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["generate", "/nowhere", "-p", "x"], "/nowhere is no folder"),
+        (["generate", "--max-num-seqs", "0", "-p", "x"], "--max-num-seqs is 0"),
+        (["generate", "a", "--model", "b", "-p", "x"], "give one of them"),
+        (["make-checkpoint", "gpt-2"], "gpt-2"),
+        (["make-checkpoint", "deepseek-v4-flash", "--size", "huge"], "huge"),
+        (["convert", "/nowhere", "/tmp/pack"], "/nowhere"),
+        (["serve", "--api-key-file", "/nowhere"], "--api-key-file"),
+    ],
+)
+def test_what_is_wrong_ends_with_code_2_and_says_so(
+    words: list[str], part: str, capsys: pytest.CaptureFixture[str], cache: Path
+) -> None:
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert part in captured.err
+    assert "Traceback" not in captured.err
+
+
+def test_an_unknown_flag_ends_with_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--warp-speed"])
+    assert ended.value.code == 2
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["version"]) == 0
+    assert capsys.readouterr().out == __version__ + "\n"
+
+
+def test_a_dry_run_prints_the_official_totals(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["make-checkpoint", "deepseek-v4-flash", "--size", "full", "--dry-run"]) == 0
+    assert "69,187 tensors, 159,609,485,896 bytes" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_only_carries_text_needs_no_torch() -> None:
+    code = "import sys, moet.cli, moet.server.run; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_doctor_reports_without_owner(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor", "--json"])
+    out = capsys.readouterr().out
+    report = json.loads(out)
+    assert report["reference"]["rows_independent_of_batch"] is True
+    assert report["packages"]["torch"]
+    assert str(Path.home()) not in out
+    main(["doctor"])
+    assert "torch" in capsys.readouterr().out
+
+
+def test_a_checkpoint_its_pack_and_the_demo_say_the_same(
+    capsys: pytest.CaptureFixture[str], cache: Path, tmp_path: Path
+) -> None:
+    checkpoint, pack = tmp_path / "checkpoint", tmp_path / "pack"
+    made = ["make-checkpoint", "deepseek-v4-flash", "--size", "tiny", "-o", str(checkpoint)]
+    assert main(made) == 0
+    assert main(["convert", str(checkpoint), str(pack)]) == 0
+    err = capsys.readouterr().err
+    lines = [json.loads(line) for line in err.splitlines() if "done_bytes" in line]
+    assert lines[-1]["done_bytes"] == lines[-1]["total_bytes"]
+    answers = []
+    for model in (str(pack), str(checkpoint), "demo"):
+        assert main(["generate", model, "-p", "Hi", "--max-tokens", "4", "--json"]) == 0
+        answers.append(json.loads(capsys.readouterr().out)["choices"][0]["token_ids"])
+    assert len(answers[0]) == 4
+    assert answers[0] == answers[1] == answers[2]
+    assert main(["convert", str(checkpoint), str(pack), "--scale-rule", "inherit"]) == 2
+    assert "scale rule" in capsys.readouterr().err
+
+
+@pytest.fixture
+def server(cache: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], httpx.Client]]:
+    """`moet serve demo` in a process of its own, ready."""
+    log = (tmp_path / "log").open("wb+")
+    words = [sys.executable, "-m", "moet", "serve", "--port", "0", "--shutdown-timeout", "5"]
+    with subprocess.Popen(words, stderr=log, cwd=ROOT, env=dict(os.environ)) as process:
+        url = None
+        while url is None:
+            time.sleep(0.05)
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            for line in (tmp_path / "log").read_text().splitlines():
+                if "listening on " in line:
+                    url = json.loads(line)["message"].removeprefix("listening on ")
+        with httpx.Client(base_url=url, timeout=60) as client:
+            while client.get("/ready").status_code != 200:
+                time.sleep(0.05)
+                assert process.poll() is None, (tmp_path / "log").read_text()
+            yield process, client
+        if process.poll() is None:
+            process.kill()
+    log.close()
+
+
+def _children(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def test_serve_ends_with_code_0_on_a_signal_after_its_streams(
+    server: tuple[subprocess.Popen[bytes], httpx.Client],
+) -> None:
+    process, client = server
+    children = _children(process)
+    body = {"prompt": "Hello", "max_tokens": 30, "stream": True}
+    with client.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        process.send_signal(signal.SIGTERM)
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    assert process.wait(30) == 0
+    assert psutil.wait_procs(children, timeout=10)[1] == []
+
+
+def test_serve_leaves_at_once_on_a_second_signal(
+    server: tuple[subprocess.Popen[bytes], httpx.Client],
+) -> None:
+    process, client = server
+    children = _children(process)
+    body = {"prompt": "Hello", "max_tokens": 60_000, "stream": True}
+    with client.stream("POST", "/v1/completions", json=body) as response:
+        next(response.iter_lines())
+        process.send_signal(signal.SIGINT)
+        while client.get("/ready").json()["status"] != "draining":
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+    assert psutil.wait_procs(children, timeout=10)[1] == []
+
+
+def test_serve_ends_with_code_1_when_its_engine_is_killed(
+    server: tuple[subprocess.Popen[bytes], httpx.Client],
+) -> None:
+    process, client = server
+    engine = next(c for c in _children(process) if "spawn_main" in " ".join(c.cmdline()))
+    body = {"prompt": "Hello", "max_tokens": 60_000, "stream": True}
+    with client.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        engine.kill()
+        *_, error, done = [line for line in lines if line]
+        assert "exit code -9" in error
+        assert done == "data: [DONE]"
+    assert process.wait(30) == 1
