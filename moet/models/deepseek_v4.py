@@ -512,17 +512,17 @@ class DeepseekV4:
     def kv_cache_spec(self) -> KVCacheSpec:
         return self.layout.spec()
 
-    @torch.no_grad()
     def forward(self, inputs: ForwardInput, kv: KVTensors, experts: ExpertProvider) -> ModelOutput:
         """Run one step. hidden_states: [num_tokens, h, dim], streams before the last collapse."""
-        step = Step(inputs, kv, self.tables)
-        embedded = self.embed(inputs.token_ids).unsqueeze(1)
-        streams = embedded.expand(-1, self.config.hc_mult, -1).contiguous()
-        for layer in self.layers:
-            streams = layer(streams, step, experts)
-        return ModelOutput(self.head(streams[inputs.logits_indices]), streams)
+        with torch.inference_mode():
+            step = Step(inputs, kv, self.tables)
+            embedded = self.embed(inputs.token_ids).unsqueeze(1)
+            streams = embedded.expand(-1, self.config.hc_mult, -1).contiguous()
+            for layer in self.layers:
+                streams = layer(streams, step, experts)
+            logits = self.head(streams[inputs.logits_indices])
+        return ModelOutput(logits.clone(), streams)  # a clone may be changed in place
 
-    @torch.no_grad()
     def draft(
         self, inputs: ForwardInput, streams: Tensor, kv: KVTensors, experts: ExpertProvider
     ) -> ModelOutput:
@@ -532,6 +532,8 @@ class DeepseekV4:
         of forward or of a previous draft. Needs num_spec_tokens > 0 at load.
         """
         assert self.mtp is not None, "loaded without a draft block"
-        step = Step(inputs, kv, self.tables)
-        streams = self.mtp(self.embed(inputs.token_ids), streams, step, experts)
-        return ModelOutput(self.mtp.head(streams[inputs.logits_indices]), streams)
+        with torch.inference_mode():
+            step = Step(inputs, kv, self.tables)
+            streams = self.mtp(self.embed(inputs.token_ids), streams, step, experts)
+            logits = self.mtp.head(streams[inputs.logits_indices])
+        return ModelOutput(logits.clone(), streams)

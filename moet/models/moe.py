@@ -158,6 +158,45 @@ class ResidentExperts:
         return cls(tables)
 
 
+class UnpackedExperts:
+    """Another provider's experts, each unpacked to fp32 when it is first asked for and kept.
+
+    For the reference ops, where unpacking a row costs more than its product. Exact, so it shows in
+    no result. Takes 4 bytes for every weight of every expert that was ever used.
+    """
+
+    def __init__(self, provider: ExpertProvider) -> None:
+        self.provider = provider
+        self._tables: dict[tuple[int, str], tuple[F32Experts, ExpertTable]] = {}
+
+    def resolve(self, layer_idx: int, expert_ids: Tensor) -> ExpertTable:
+        packed = self.provider.resolve(layer_idx, expert_ids)
+        wanted = sorted(set(expert_ids.flatten().tolist()))
+        if isinstance(packed.format, F32Experts) or not wanted:
+            return packed
+        key = layer_idx, packed.format.name
+        if key not in self._tables:
+            self._tables[key] = _unpacked_table(packed, wanted[0])
+        form, table = self._tables[key]
+        for expert_id in wanted:
+            if table.slot_of[expert_id] < 0:
+                row = packed.rows[packed.slot_of[expert_id]]
+                table.rows[expert_id] = form.pack(*packed.format.unpack(row))
+                table.slot_of[expert_id] = expert_id
+        return table
+
+
+def _unpacked_table(packed: ExpertTable, resident_id: int) -> tuple[F32Experts, ExpertTable]:
+    """An fp32 table for the experts of a packed one, still empty; rows take memory when written."""
+    w1, _, _ = packed.format.unpack(packed.rows[packed.slot_of[resident_id]])
+    form = F32Experts(w1.shape[1], w1.shape[0])
+    num_experts = len(packed.slot_of)
+    with torch.inference_mode(False):  # to stay writable outside of a forward pass
+        rows = torch.empty(num_experts, form.row_bytes, dtype=torch.uint8)
+        slot_of = torch.full((num_experts,), -1)
+    return form, ExpertTable(form, rows, slot_of)
+
+
 def _expert_matrix(weights: Weights, name: str, num_out: int, num_in: int) -> Tensor:
     """One matrix of an expert in fp32; pairs of FP4 values are stored as int8 of half the width."""
     stored = weights.source.load(f"{weights.prefix}{name}.weight")
