@@ -1,0 +1,131 @@
+"""Conversations to rows of token ids through moet's own chat formats, so that training sees exactly
+what serving writes. Rows are packed from whole conversations."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from bench.train_demo.data.mixture import one
+from bench.train_demo.data.sample import Sample
+from bench.train_demo.tokenizer import Family
+from moet.runtime.tokenizer import Span, Tokenizer
+from moet.server.chat.deepseek_v4 import BOS, EOS, DeepseekV4Encoding
+from moet.server.chat.encoding import ChatEncoding, ChatOptions
+from moet.server.chat.glm import GlmEncoding
+
+WANTED = 0x8000  # set on tokens of the answer, which count in full
+CONTEXT_WEIGHT = 0.15  # of predicting any other token
+OPEN_ROWS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """prompt: ids up to where the answer begins. completion: the answer with its end token."""
+
+    prompt: list[int]
+    completion: list[int]
+
+
+class Renderer:
+    """One model's chat format over one tokenizer folder."""
+
+    def __init__(self, family: Family, folder: Path) -> None:
+        self.family = family
+        self.tokenizer = Tokenizer.from_folder(folder)
+        self.encoding: ChatEncoding
+        if family == "glm":
+            self.encoding = GlmEncoding(self.tokenizer)
+            self.pad = self.tokenizer.control_id("<|endoftext|>")
+            self.user = self.tokenizer.control_id("<|user|>")
+            self.observation = self.tokenizer.control_id("<|observation|>")
+        else:
+            self.encoding = DeepseekV4Encoding(self.tokenizer, "preview")
+            self.pad = self.tokenizer.control_id("<｜▁pad▁｜>")
+
+    def options(self, sample: Sample, thinking: bool, effort: str | None) -> ChatOptions:
+        return ChatOptions(
+            thinking=thinking, reasoning_effort=effort, response_schema=sample.schema
+        )
+
+    def render(self, sample: Sample, thinking: bool, effort: str | None = None) -> Rendered:
+        """The prompt as a server would write it, and the answer as the model should."""
+        messages = sample.messages
+        if not thinking:
+            messages = tuple(replace(message, reasoning="") for message in messages)
+        options = self.options(sample, thinking, effort)
+        prompt = self.encoding.encode(messages[:-1], sample.tools, options).token_ids
+        closed = replace(options, add_generation_prompt=False)
+        whole = self.encoding.encode(messages, sample.tools, closed).token_ids
+        if whole[: len(prompt)] != prompt:
+            raise ValueError(f"the answer changes its prompt: {sample}")
+        completion = whole[len(prompt) :]
+        if self.family == "glm":
+            completion.append(self.observation if messages[-1].tool_calls else self.user)
+        return Rendered(prompt, completion)
+
+    def _plain(self, text: str) -> np.ndarray:
+        first = "[gMASK]<sop>" if self.family == "glm" else BOS
+        last = "<|endoftext|>" if self.family == "glm" else EOS
+        spans = [Span(first, trusted=True), Span(text), Span(last, trusted=True)]
+        return np.array(self.tokenizer.encode_spans(spans), dtype=np.uint16)
+
+    def sample_tokens(self, sample: Sample, rng: random.Random) -> np.ndarray:
+        """A conversation with a random mode as uint16, answer tokens marked with WANTED."""
+        if not sample.messages:
+            return self._plain(sample.expect)
+        thinking = rng.random() < 0.5 if sample.think is None else sample.think
+        effort = None
+        if thinking:
+            effort = rng.choices((None, "low", "high", "max"), (6, 1, 2, 0.4))[0]
+        done = self.render(sample, thinking, effort)
+        tokens = np.array(done.prompt + done.completion, dtype=np.uint16)
+        tokens[len(done.prompt) :] |= WANTED
+        return tokens
+
+
+def rows(
+    renderer: Renderer, length: int, seed: int, *, held_out: bool = False, long_share: float = 0.0
+) -> Iterator[np.ndarray]:
+    """Endless rows [length] uint16 of whole conversations, padded at the end.
+
+    Longer ones are dropped. long_share: how many of the conversations search in long text.
+    """
+    rng = random.Random(seed)
+    open_rows: list[list[np.ndarray]] = [[] for _ in range(OPEN_ROWS)]
+    used = [0] * OPEN_ROWS
+    while True:
+        sample = one(rng, held_out=held_out, long=rng.random() < long_share)
+        tokens = renderer.sample_tokens(sample, rng)
+        size = len(tokens)
+        if size > length:
+            continue
+        fits = [idx for idx in range(OPEN_ROWS) if used[idx] + size <= length]
+        idx = (
+            max(fits, key=used.__getitem__) if fits else max(range(OPEN_ROWS), key=used.__getitem__)
+        )
+        if not fits:
+            yield _joined(open_rows[idx], length, renderer.pad)
+            open_rows[idx], used[idx] = [], 0
+        open_rows[idx].append(tokens)
+        used[idx] += size
+
+
+def _joined(parts: list[np.ndarray], length: int, pad: int) -> np.ndarray:
+    row = np.full(length, pad, dtype=np.uint16)
+    joined = np.concatenate(parts)
+    row[: len(joined)] = joined
+    return row
+
+
+def token_counts(renderer: Renderer, num_rows: int = 200, length: int = 1024) -> np.ndarray:
+    """How often each id occurs in some rows, [vocab_size] float32."""
+    source = rows(renderer, length, seed=7)
+    counts = np.zeros(renderer.tokenizer.vocab_size, dtype=np.float32)
+    for _ in range(num_rows):
+        np.add.at(counts, next(source) & (WANTED - 1), 1)
+    return counts

@@ -1,0 +1,75 @@
+"""Batches from worker processes, so that making text never holds up the accelerator."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+from multiprocessing.queues import Queue
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bench.train_demo.corpus import CONTEXT_WEIGHT, WANTED, Renderer, rows
+from bench.train_demo.tokenizer import Family
+
+ROWS_PER_MESSAGE = 8
+
+
+def _work(
+    family: Family,
+    folder: Path,
+    length: int,
+    seed: int,
+    long_share: float,
+    out: Queue[np.ndarray],
+) -> None:
+    os.environ["RAYON_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    source = rows(Renderer(family, folder), length, seed, long_share=long_share)
+    while True:
+        out.put(np.stack([next(source) for _ in range(ROWS_PER_MESSAGE)]))
+
+
+class Feed:
+    """Rows of one length from `num_workers` processes; ends with the parent."""
+
+    def __init__(
+        self,
+        family: Family,
+        folder: Path,
+        length: int,
+        *,
+        num_workers: int,
+        seed: int,
+        long_share: float = 0.0,
+    ) -> None:
+        context = mp.get_context("spawn")
+        self.queue: Queue[np.ndarray] = context.Queue(maxsize=64)
+        self.workers = [
+            context.Process(
+                target=_work,
+                args=(family, folder, length, seed + idx, long_share, self.queue),
+                daemon=True,
+            )
+            for idx in range(num_workers)
+        ]
+        for worker in self.workers:
+            worker.start()
+
+    def batch(self, num_rows: int) -> np.ndarray:
+        """[num_rows, length] uint16; num_rows is a multiple of ROWS_PER_MESSAGE."""
+        return np.concatenate([self.queue.get() for _ in range(num_rows // ROWS_PER_MESSAGE)])
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.terminate()
+
+
+def split(marked: np.ndarray, pad: int, device: str) -> tuple[Tensor, Tensor]:
+    """Token ids int64 and weights fp32, both [rows, length], of marked rows."""
+    raw = torch.from_numpy(marked.astype(np.int32)).to(device, non_blocking=True)
+    ids = (raw & (WANTED - 1)).long()
+    weights = torch.where(raw >= WANTED, 1.0, CONTEXT_WEIGHT)
+    return ids, weights.masked_fill(raw == pad, 0.0)
