@@ -4,6 +4,7 @@ read and write them. Holds no weights and no arithmetic."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -141,17 +142,14 @@ class SequenceRows:
 
 
 def sequences(inputs: ForwardInput) -> list[SequenceRows]:
-    """The step by sequence."""
-    bounds, slots = inputs.cu_seqlens_q, inputs.seq_slots.tolist()
-    return [
-        SequenceRows(
-            first=bounds[i],
-            last=bounds[i + 1],
-            start=inputs.seq_lens[i] - (bounds[i + 1] - bounds[i]),
-            end=inputs.seq_lens[i],
-            seq_slot=slots[i],
-            pages=inputs.page_table[i],
-        )
-        for i in range(len(slots))
-        if bounds[i + 1] > bounds[i]
-    ]
+    """The step by sequence; those without rows are left out."""
+    bounds, slots, found = inputs.cu_seqlens_q, inputs.seq_slots.tolist(), []
+    for i, (first, last) in enumerate(pairwise(bounds)):
+        if first == last:
+            continue
+        end, pages = inputs.seq_lens[i], inputs.page_table[i]
+        needed = pages[: -(-end // PAGE_SIZE)].tolist()
+        enough = len(needed) * PAGE_SIZE >= end and min(needed) >= 0
+        assert enough, f"sequence {i} of the step has {end} tokens but the pages {needed}"
+        found.append(SequenceRows(first, last, end - (last - first), end, slots[i], pages))
+    return found
