@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from rich.console import Console
@@ -25,7 +25,6 @@ from moet.config import (
     api_keys_from_environment,
 )
 from moet.errors import ConfigError
-from moet.types import SamplingParams
 
 if TYPE_CHECKING:
     from moet.runtime.engine import Engine
@@ -58,11 +57,30 @@ def serve(args: argparse.Namespace) -> int:
     return 0
 
 
+def chat(args: argparse.Namespace) -> int:
+    """Talk in the terminal; where stdin is none, each of its lines is a turn."""
+    from moet.chat import Chat
+
+    given = {
+        **_given_sampling(args),
+        "reasoning_effort": args.reasoning_effort,
+        "chat_template_kwargs": None if args.thinking is None else {"thinking": args.thinking},
+    }
+    with _engine(args) as engine:
+        console = Console()
+        if engine.model == "demo":
+            console.print(DEMO_NOTICE, style="yellow")
+        prompt = "> " if sys.stdin.isatty() else ""
+        conversation = Chat(engine, console, system=args.system, fields=given)
+        conversation.run(lambda: input(prompt))
+    return 0
+
+
 def generate(args: argparse.Namespace) -> int:
     """Continue each prompt and print the answers."""
     prompts = args.prompt or [line.rstrip("\n") for line in sys.stdin]
     with _engine(args) as engine:
-        params = _sampling(args, engine)
+        params = msgspec.structs.replace(engine.text.defaults, **_given_sampling(args))
         for prompt in prompts:
             if args.json or args.n > 1:
                 completion = engine.generate(prompt, params, n=args.n)[0]
@@ -147,6 +165,7 @@ def version(args: argparse.Namespace) -> int:
 
 COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "serve": serve,
+    "chat": chat,
     "generate": generate,
     "convert": convert,
     "make-checkpoint": make_checkpoint,
@@ -202,7 +221,7 @@ def _kv_dtype(args: argparse.Namespace) -> KVDtype:
     return "fp8" if args.rounding == "deployed" else "fp32"
 
 
-def _sampling(args: argparse.Namespace, engine: Engine) -> SamplingParams:
+def _given_sampling(args: argparse.Namespace) -> dict[str, Any]:
     given = {
         "max_tokens": args.max_tokens,
         "temperature": args.temperature,
@@ -210,8 +229,7 @@ def _sampling(args: argparse.Namespace, engine: Engine) -> SamplingParams:
         "top_k": args.top_k,
         "seed": args.sampling_seed,
     }
-    given = {name: value for name, value in given.items() if value is not None}
-    return msgspec.structs.replace(engine.text.defaults, **given)
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _keys_of(path: Path | None) -> list[str]:

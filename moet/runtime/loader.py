@@ -13,15 +13,17 @@ from pathlib import Path
 
 from moet.config import EngineConfig, cache_dir
 from moet.errors import ConfigError
+from moet.kernels.layout import LAYOUT_VERSION
 from moet.models import load_model
 from moet.models.checkpoint import Checkpoint
 from moet.models.convert import convert
 from moet.models.convert_plan import ConvertOptions
-from moet.models.pack import Pack, is_pack
+from moet.models.pack import FORMAT_VERSION, Pack, is_pack
 from moet.models.progress import Progress as ByteProgress
 from moet.models.synthetic import write_checkpoint
 from moet.runtime.core import EngineCore
 from moet.runtime.experts.store import ResidentExpertStore
+from moet.runtime.grammar_compiler import GrammarCompiler
 from moet.runtime.host import Progress
 from moet.runtime.text_side import DEMO, model_folder
 
@@ -35,8 +37,11 @@ def load_core(config: EngineConfig, progress: Progress) -> EngineCore:
     pack = open_pack(config.model, progress)
     progress("weights", 0.0)
     model = load_model(pack.config, pack, config.settings, config.cache.kv_dtype)
-    progress("experts", 0.5)
-    experts = ResidentExpertStore(pack, config.settings.precision)
+    experts = ResidentExpertStore(
+        pack,
+        config.settings.precision,
+        lambda report: progress("experts", report.done_bytes / report.total_bytes),
+    )
     progress("ready", 1.0)
     return EngineCore(
         model,
@@ -46,6 +51,9 @@ def load_core(config: EngineConfig, progress: Progress) -> EngineCore:
         precision=config.settings.precision,
         vocab_size=model.vocab_size,
         seed=config.seed,
+        grammars=GrammarCompiler(
+            partial(Tokenizer.from_folder, model_folder(config.model)), model.vocab_size
+        ),
     )
 
 
@@ -61,7 +69,8 @@ def open_pack(model: str, progress: Progress) -> Pack:
     checkpoint = Checkpoint.open(folder)
     logger.info("%s", checkpoint.describe())
     name = folder.resolve().name
-    kept = cache_dir() / "packs" / f"{name}-{checkpoint.identity()[:16]}"
+    version = f"v{FORMAT_VERSION}.{LAYOUT_VERSION}"
+    kept = cache_dir() / "packs" / f"{name}-{checkpoint.identity()[:16]}-{version}"
     kept.parent.mkdir(parents=True, exist_ok=True)
     return convert(checkpoint, kept, ConvertOptions(), ConvertLog(kept, progress))
 
