@@ -9,15 +9,20 @@ import logging
 import os
 import shutil
 import time
+from functools import partial
 from pathlib import Path
 
-from moet.config import EngineConfig, cache_dir
+import psutil
+
+from moet.config import EngineConfig, ModelSettings, cache_dir
 from moet.errors import ConfigError
 from moet.kernels.layout import LAYOUT_VERSION
 from moet.models import load_model
+from moet.models.base import ExpertProvider
 from moet.models.checkpoint import Checkpoint
 from moet.models.convert import convert
 from moet.models.convert_plan import ConvertOptions
+from moet.models.moe import UnpackedExperts
 from moet.models.pack import FORMAT_VERSION, Pack, is_pack
 from moet.models.progress import Progress as ByteProgress
 from moet.models.synthetic import write_checkpoint
@@ -26,6 +31,7 @@ from moet.runtime.experts.store import ResidentExpertStore
 from moet.runtime.grammar_compiler import GrammarCompiler
 from moet.runtime.host import Progress
 from moet.runtime.text_side import DEMO, model_folder
+from moet.runtime.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -37,11 +43,7 @@ def load_core(config: EngineConfig, progress: Progress) -> EngineCore:
     pack = open_pack(config.model, progress)
     progress("weights", 0.0)
     model = load_model(pack.config, pack, config.settings, config.cache.kv_dtype)
-    experts = ResidentExpertStore(
-        pack,
-        config.settings.precision,
-        lambda report: progress("experts", report.done_bytes / report.total_bytes),
-    )
+    experts = _experts(pack, config.settings, progress)
     progress("ready", 1.0)
     return EngineCore(
         model,
@@ -55,6 +57,21 @@ def load_core(config: EngineConfig, progress: Progress) -> EngineCore:
             partial(Tokenizer.from_folder, model_folder(config.model)), model.vocab_size
         ),
     )
+
+
+def _experts(pack: Pack, settings: ModelSettings, progress: Progress) -> ExpertProvider:
+    """All experts in memory; on the reference ops unpacked, if that leaves memory to others."""
+    store = ResidentExpertStore(
+        pack,
+        settings.precision,
+        lambda report: progress("experts", report.done_bytes / report.total_bytes),
+    )
+    experts = pack.experts
+    num_weights = 3 * experts.num_rows * experts.hidden_size * experts.moe_intermediate_size
+    spare_bytes = psutil.virtual_memory().available // 4
+    if settings.arch == "reference" and num_weights * 4 <= spare_bytes:
+        return UnpackedExperts(store)
+    return store
 
 
 def open_pack(model: str, progress: Progress) -> Pack:

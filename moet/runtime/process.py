@@ -130,9 +130,14 @@ def _core_process(build: Build, folder: str, log_level: str | None) -> None:
     commands.connect(_address(Path(folder), "commands"))
     events = _socket(context, zmq.PUSH)
     events.connect(_address(Path(folder), "events"))
-    run_core(
-        build, _SocketInbox(commands), lambda message: events.send(msgspec.msgpack.encode(message))
-    )
+    lock = threading.Lock()  # refusals may come from another thread than events
+
+    def emit(message: Message) -> None:
+        data = msgspec.msgpack.encode(message)
+        with lock:
+            events.send(data)
+
+    run_core(build, _SocketInbox(commands), emit)
     commands.close(linger=0)
     events.close(linger=1000)
     context.term()
