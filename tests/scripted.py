@@ -62,9 +62,10 @@ class ScriptedCore:
         self.submitted.append(request)
         self.open[request.request_id] = request, self.script(request), 0
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, *, reason: FinishReason) -> None:
         if self.open.pop(request_id, None) is not None:
             self.aborted.append(request_id)
+            self.counters.finished[reason.value] += 1
 
     def step(self) -> list[TokenEvent]:
         if self.step_s:

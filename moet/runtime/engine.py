@@ -26,7 +26,7 @@ from moet.runtime.output import Choice, Completion, Output, TextAssembler
 from moet.runtime.process import ProcessHost
 from moet.runtime.sampling_params import validate_params
 from moet.runtime.text_side import TextSide, model_folder
-from moet.types import Request, SamplingParams, TokenEvent
+from moet.types import FinishReason, Request, SamplingParams, TokenEvent
 
 logger = logging.getLogger(__name__)
 
@@ -338,10 +338,10 @@ class Engine:
             self._routes[request.request_id] = route
         return self._host.submit(request)
 
-    def _abort(self, request_id: str) -> None:
+    def _abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         with self._lock:
             self._routes.pop(request_id, None)
-        self._host.abort(request_id)
+        self._host.abort(request_id, reason=reason)
 
     def _deliver(self, events: list[TokenEvent]) -> None:
         """Sort a step's events to their readers; one wake-up per event loop and step."""
@@ -423,7 +423,7 @@ class _Merge:
             del self._open[event.request_id]
             self.unfinished -= 1
             if event.finish_reason is None:  # a stop string, which the core does not know
-                self._engine._abort(event.request_id)
+                self._engine._abort(event.request_id, FinishReason.STOP)
         return output
 
     def close(self) -> None:

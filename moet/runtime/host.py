@@ -49,7 +49,7 @@ class Core(Protocol):
     @property
     def has_work(self) -> bool: ...
     def submit(self, request: Request) -> None: ...
-    def abort(self, request_id: str) -> None: ...
+    def abort(self, request_id: str, *, reason: FinishReason) -> None: ...
     def step(self) -> list[TokenEvent]: ...
     def stats(self) -> CoreStats: ...
     def info(self) -> CoreInfo: ...
@@ -103,7 +103,7 @@ def _loop(core: Core, inbox: Inbox, emit: Callable[[Message], None]) -> None:
 
 def _obey(core: Core, command: Submit | Abort | Ask, emit: Callable[[Message], None]) -> None:
     if isinstance(command, Abort):
-        core.abort(command.request_id)
+        core.abort(command.request_id, reason=command.reason)
         return
     try:
         if isinstance(command, Submit):
@@ -153,14 +153,17 @@ class Host:
         self._send(Submit(ticket, request))
         return future
 
-    def abort(self, request_id: str) -> None:
-        """Stop a request; no later event of it is delivered. Unknown ids are ignored."""
+    def abort(self, request_id: str, *, reason: FinishReason = FinishReason.ABORT) -> None:
+        """Stop a request; no later event of it is delivered. Unknown ids are ignored.
+
+        reason: what it counts as; STOP if a stop string has ended it.
+        """
         with self._lock:
             known = request_id in self._open
             self._open.discard(request_id)
             alive = self.state in ("loading", "ready")
         if known and alive:
-            self._send(Abort(request_id))
+            self._send(Abort(request_id, reason))
 
     def stats(self) -> Future[CoreStats]:
         """The core's counters, taken between two steps."""

@@ -15,7 +15,7 @@ from moet.errors import (
     RequestError,
 )
 from moet.runtime.metrics import CoreInfo, CoreStats
-from moet.types import Request, TokenEvent
+from moet.types import FinishReason, Request, TokenEvent
 
 _PLAIN = {
     kind.__name__: kind for kind in (ConfigError, CheckpointError, KernelError, EngineDeadError)
@@ -79,6 +79,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
     request_id: str
+    reason: FinishReason = FinishReason.ABORT
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):

@@ -61,8 +61,9 @@ def test_p14_a_stop_string_is_cut_and_stops_the_core() -> None:
         assert outputs[-1].finish_reason == FinishReason.STOP
         assert outputs[-1].stop_reason == "red kite"
         assert sum(len(output.token_ids) for output in outputs) == len("a red kite")
-        engine.stats()
+        finished = engine.stats().finished
         assert len(core.aborted) == 1
+        assert (finished["stop"], finished["abort"]) == (1, 0)
 
 
 def test_a_stop_token_is_reported_and_an_end_token_is_not() -> None:
