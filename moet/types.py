@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Literal
 
 import msgspec
 
@@ -14,6 +15,20 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+
+
+class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True):
+    """At most max_tokens tokens of reasoning: then end_token_id is forced.
+
+    start_token_id opens reasoning, which the prompt has done already if `starts_open`; end_token_id
+    ends it, and so does any of other_end_token_ids. None of these counts as reasoning.
+    """
+
+    max_tokens: int
+    start_token_id: int
+    end_token_id: int
+    other_end_token_ids: tuple[int, ...] = ()
+    starts_open: bool = True
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,13 +58,31 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    thinking: ThinkingBudget | None = None
+
+
+class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a sequence's tokens must spell.
+
+    text is a JSON schema, a regular expression, a JSON list of strings, an EBNF grammar or a
+    structural tag in JSON. With after_token_id the constraint begins behind the first token of that
+    id; until then everything goes but the end of the sequence and forbidden_token_ids. `param` is
+    the request field that a refusal names.
+    """
+
+    kind: Literal["json_schema", "regex", "choice", "ebnf", "structural_tag"]
+    text: str
+    after_token_id: int | None = None
+    forbidden_token_ids: tuple[int, ...] = ()
+    param: str = "structured_outputs"
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to generate, as it travels to the engine core.
 
     `eos_token_ids` end the sequence unless `params.ignore_eos`. Lower `priority` runs first.
-    `cache_salt` separates prefix-cache entries; equal salts may share pages.
+    `cache_salt` separates prefix-cache entries; equal salts may share pages. `grammar` constrains
+    the answer, which then ends where the grammar allows it and not before.
     """
 
     request_id: str
@@ -58,6 +91,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...] = ()
     priority: int = 0
     cache_salt: str = ""
+    grammar: GrammarSpec | None = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):

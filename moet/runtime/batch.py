@@ -84,7 +84,8 @@ class Row:
     token_ids None: one row, whose token is the slot's newest on the device. `sample`: the last row
     makes a token. Rows from first_logprob (-1: none) to the end of the prompt report prompt
     log-probabilities of the tokens in `targets`. `snapshot`: save the rings under this id after
-    the step. `epoch`: of the sequence when the batch was made.
+    the step. `epoch`: of the sequence when the batch was made. `mask`: what a sequence with a
+    grammar may sample, as in runtime/grammar.py.
     """
 
     seq: Sequence
@@ -97,6 +98,7 @@ class Row:
     first_logprob: int = -1
     targets: list[int] = field(default_factory=list)
     snapshot: int | None = None
+    mask: Tensor | None = None
 
     @property
     def end(self) -> int:

@@ -11,13 +11,15 @@ from __future__ import annotations
 import logging
 import random
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from time import perf_counter
 
 from moet.config import CacheConfig, SchedulerConfig
 from moet.errors import ConfigError, ContextLengthError, OverloadedError, RequestError
 from moet.models.base import ExpertProvider, KVCacheSpec, Model
 from moet.runtime.batch import Batch, StepResult
+from moet.runtime.grammar_compiler import CompileJob, GrammarCompiler, check_grammar
 from moet.runtime.kv_cache import KVCache, resume_bytes
 from moet.runtime.metrics import CoreInfo, CoreStats, Counters
 from moet.runtime.model_runner import ModelRunner
@@ -27,13 +29,18 @@ from moet.runtime.sampling_params import validate_params
 from moet.runtime.scheduler import Scheduler
 from moet.runtime.sequence import Sequence
 from moet.runtime.sequence_memory import SequenceMemory
-from moet.types import FinishReason, Request, TokenEvent
+from moet.types import FinishReason, GrammarSpec, Request, TokenEvent
 
 logger = logging.getLogger(__name__)
 
+COMPILE_POLL_S = 0.01  # how long an idle step waits for a grammar before new commands are heard
+
 
 class EngineCore:
-    """A model at work. `precision` names the policy that the experts are computed with."""
+    """A model at work. `precision` names the policy that the experts are computed with.
+
+    Without `grammars`, requests that bring one are refused.
+    """
 
     def __init__(
         self,
@@ -45,6 +52,7 @@ class EngineCore:
         precision: str,
         vocab_size: int,
         seed: int,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         spec = model.kv_cache_spec()
         num_seqs = scheduler.max_num_seqs
@@ -81,6 +89,8 @@ class EngineCore:
             max_pages_per_seq=memory.num_pages_for(window),
         )
         self._scheduler = Scheduler(scheduler, memory, self._counters)
+        self._grammars = grammars
+        self._compiling: dict[str, _Compiling] = {}
         self._in_flight: deque[tuple[Batch, Future[StepResult]]] = deque()
         self._thread = (
             ThreadPoolExecutor(1, thread_name_prefix="moet-step") if scheduler.overlap else None
@@ -113,13 +123,15 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether step() still has something to do or to tell."""
-        return bool(self._in_flight) or self._scheduler.has_work
+        return bool(self._in_flight or self._compiling) or self._scheduler.has_work
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request) -> Future[None] | None:
         """Queue a request.
 
         Raises RequestError (ContextLengthError) for what can never be served and OverloadedError
-        when too much waits; nothing has happened then.
+        when too much waits; nothing has happened then. A request with a grammar is queued when that
+        is compiled: the future that is returned for it then resolves, within step(), or has the
+        refusal.
         """
         max_len = self._validate(request)
         self._check_queue(len(request.prompt_token_ids))
@@ -137,17 +149,29 @@ class EngineCore:
         )
         seq.times.submitted = perf_counter()
         self._num_submitted += 1
-        self._scheduler.add(seq)
+        if request.grammar is None:
+            self._scheduler.add(seq)
+            return None
+        assert self._grammars is not None
+        waiting = _Compiling(seq, self._grammars.start(request.grammar), Future())
+        self._compiling[request.request_id] = waiting
+        return waiting.queued
 
     def abort(self, request_id: str, *, reason: FinishReason = FinishReason.ABORT) -> None:
         """End a request at once; its last event, with this reason, comes from the next step().
 
         An id that is not there (any more) is no error: the request may have just finished.
         """
+        waiting = self._compiling.pop(request_id, None)
+        if waiting is not None:
+            self._scheduler.add(waiting.seq)
+            waiting.queued.set_result(None)
         self._scheduler.abort(request_id, reason)
 
     def step(self) -> list[TokenEvent]:
         """Make one batch and apply the results of the oldest one in flight."""
+        if self._compiling:
+            self._take_compiled()
         batch = self._scheduler.schedule()
         if self._thread is None:
             if batch is None:
@@ -211,12 +235,35 @@ class EngineCore:
 
     def shutdown(self) -> None:
         """Abort what is open, wait for the steps in flight and stop; events are dropped."""
-        for request_id in list(self._scheduler.sequences):
+        for request_id in [*self._compiling, *self._scheduler.sequences]:
             self.abort(request_id)
         while self.has_work:
             self.step()
         if self._thread is not None:
             self._thread.shutdown()
+        if self._grammars is not None:
+            self._grammars.close()
+
+    def _take_compiled(self) -> None:
+        """Queue, or refuse, the requests whose grammars are compiled; wait if there is no more."""
+        if not self._in_flight and not self._scheduler.has_work:
+            jobs = [waiting.job.future for waiting in self._compiling.values()]
+            wait(jobs, COMPILE_POLL_S, FIRST_COMPLETED)
+        for request_id, waiting in list(self._compiling.items()):
+            if not waiting.job.is_over:
+                continue
+            del self._compiling[request_id]
+            seq, spec = waiting.seq, waiting.job.spec
+            assert self._grammars is not None
+            try:
+                compiled = waiting.job.result()
+                end_token_ids = seq.request.eos_token_ids
+                seq.constraint = self._grammars.constraint(spec, compiled, end_token_ids)
+            except Exception as error:
+                waiting.queued.set_exception(error)
+            else:
+                self._scheduler.add(seq)
+                waiting.queued.set_result(None)
 
     def _apply(self, batch: Batch, result: StepResult) -> list[TokenEvent]:
         counters = self._counters
@@ -234,7 +281,7 @@ class EngineCore:
     def _validate(self, request: Request) -> int:
         """Refuse what can never be served; returns the most tokens the sequence may reach."""
         prompt, params, window = request.prompt_token_ids, request.params, self._info.max_model_len
-        if request.request_id in self._scheduler.sequences:
+        if request.request_id in {**self._scheduler.sequences, **self._compiling}:
             raise RequestError(
                 f"request id {request.request_id!r} is in use; ids must be unique",
                 param="request_id",
@@ -255,6 +302,8 @@ class EngineCore:
                 f"{self._info.vocab_size - 1}",
                 param="prompt",
             )
+        if request.grammar is not None:
+            self._validate_grammar(request, request.grammar)
         if params.max_tokens is None:
             return window
         total = len(prompt) + params.max_tokens
@@ -266,6 +315,20 @@ class EngineCore:
             )
         return total
 
+    def _validate_grammar(self, request: Request, spec: GrammarSpec) -> None:
+        if self._grammars is None:
+            message = "this engine has no tokenizer, so it cannot hold an answer to a grammar"
+            raise RequestError(message, param=spec.param)
+        if request.params.ignore_eos or not request.eos_token_ids:
+            message = "ignore_eos and a grammar exclude each other: the grammar ends the answer"
+            raise RequestError(message, param="ignore_eos")
+        ids = [*spec.forbidden_token_ids, *request.eos_token_ids]
+        ids += [] if spec.after_token_id is None else [spec.after_token_id]
+        if not all(0 <= token_id < self._info.vocab_size for token_id in ids):
+            message = f"the grammar names a token that is not among {self._info.vocab_size}"
+            raise RequestError(message, param=spec.param)
+        check_grammar(spec)
+
     def _pages(self, num_tokens: int) -> str:
         needed = self._scheduler.memory.num_pages_for(num_tokens)
         return f"{needed} pages needed, {self._info.num_pages} exist"
@@ -273,7 +336,7 @@ class EngineCore:
     def _check_queue(self, num_tokens: int) -> None:
         scheduler, config = self._scheduler, self._scheduler.config
         waiting = scheduler.num_new_tokens
-        if scheduler.num_new >= config.max_queued_requests:
+        if scheduler.num_new + len(self._compiling) >= config.max_queued_requests:
             self._counters.num_rejected += 1
             raise OverloadedError(
                 f"{scheduler.num_new} requests wait; this server queues "
@@ -285,6 +348,15 @@ class EngineCore:
                 f"{waiting} prompt tokens wait and this request brings {num_tokens}; this server "
                 f"queues {config.max_queued_tokens} (--max-queued-tokens); try again later"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiling:
+    """A request whose grammar is not ready; `queued` tells its sender how that ended."""
+
+    seq: Sequence
+    job: CompileJob
+    queued: Future[None]
 
 
 def _window(

@@ -48,7 +48,7 @@ class Core(Protocol):
 
     @property
     def has_work(self) -> bool: ...
-    def submit(self, request: Request) -> None: ...
+    def submit(self, request: Request) -> Future[None] | None: ...
     def abort(self, request_id: str, *, reason: FinishReason) -> None: ...
     def step(self) -> list[TokenEvent]: ...
     def stats(self) -> CoreStats: ...
@@ -107,12 +107,24 @@ def _obey(core: Core, command: Submit | Abort | Ask, emit: Callable[[Message], N
         return
     try:
         if isinstance(command, Submit):
-            core.submit(command.request)
-            emit(Accepted(command.ticket))
+            later = core.submit(command.request)
+            if later is None:
+                emit(Accepted(command.ticket))
+            else:
+                later.add_done_callback(lambda queued: emit(_outcome(command.ticket, queued)))
         else:
             emit(Answer(command.ticket, core.stats()))
     except Exception as error:  # a refusal belongs to the one who asked
         emit(Refused(command.ticket, ErrorInfo.of(error)))
+
+
+def _outcome(ticket: int, queued: Future[None]) -> Accepted | Refused:
+    """How a request fared that could not be queued at once."""
+    error = queued.exception()
+    if error is None:
+        return Accepted(ticket)
+    assert isinstance(error, Exception)
+    return Refused(ticket, ErrorInfo.of(error))
 
 
 class Host:

@@ -169,7 +169,10 @@ class ModelRunner:
                 result.num_corrupted += 1
         slots = seq_slots if len(sampled) == len(active) else seq_slots[sampled]
         positions = int64_tensor([active[i].end - 1 for i in sampled], logits.device)
-        drawn = self.sampler.sample(logits, slots, positions)
+        masks = {
+            place: mask for place, i in enumerate(sampled) if (mask := active[i].mask) is not None
+        }
+        drawn = self.sampler.sample(logits, slots, positions, masks)
         for place, token_id in enumerate(drawn.token_ids.tolist()):
             index = indices[sampled[place]]
             result.tokens[index] = token_id

@@ -4,7 +4,8 @@ The parameters of a row act in this order, each on the result of the one before:
 
 1. repetition_penalty (prompt and output tokens), then frequency_penalty and presence_penalty
    (output tokens);
-2. logit_bias is added; tokens outside allowed_token_ids are removed;
+2. logit_bias is added; tokens outside allowed_token_ids are removed; then those that the row's
+   mask forbids (if that leaves nothing, the mask alone holds);
 3. while fewer than min_tokens are generated, the tokens that would end the sequence are removed
    (unless nothing else is allowed);
 4. temperature 0 takes the largest logit, the lowest id among equals, and is done;
@@ -13,7 +14,8 @@ The parameters of a row act in this order, each on the result of the one before:
 7. top_p keeps the fewest of these, largest first, that hold at least that share of their mass;
 8. min_p keeps tokens of at least that share of the largest probability;
 9. one token is drawn in proportion to what is left, by a number that is a function of
-   (seed, position) alone.
+   (seed, position) alone;
+10. a sequence that has used up its thinking budget takes the end of thinking instead.
 
 Reported log-probabilities are those of the raw logits, before step 1. A row's result does not
 depend on the other rows, bit for bit: the parameters of a row alone choose the operations that it
@@ -22,7 +24,7 @@ goes through, and each of them works row by row in a fixed order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,7 +32,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moet.types import SamplingParams, TokenLogprobs
+from moet.runtime.grammar import allowed
+from moet.types import SamplingParams, ThinkingBudget, TokenLogprobs
+
+MAX_THINK_ENDS = 3  # tokens that end thinking beside the forced one
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +72,9 @@ class SamplerState:
         self._frequency = per_slot(torch.float32)
         self._repetition = per_slot(torch.float32)
         self._may_end_from = per_slot(torch.int64)  # first position whose row may end the sequence
+        self._is_thinking = per_slot(torch.bool)
+        self._thinking_left = per_slot(torch.int64)  # tokens
+        self._think_ids = torch.full((num_slots, 2 + MAX_THINK_ENDS), -1, device=device)
         self._output_counts = per_token(torch.int32)
         self._in_prompt = per_token(torch.bool)
         self._bias = per_token(torch.float32)
@@ -114,6 +122,8 @@ class SamplerState:
                 ends |= set(eos_token_ids)
             if not params.allowed_token_ids or set(params.allowed_token_ids) - ends:
                 self._ends[slot, self._ids(sorted(ends))] = True
+        if params.thinking is not None:
+            self._begin_thinking(slot, params.thinking, output_token_ids)
 
     def release(self, slot: int) -> None:
         """Free a slot and forget its sequence."""
@@ -128,15 +138,22 @@ class SamplerState:
             self._ends[slot] = False
         self._params[slot] = None
 
-    def sample(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Sampled:
+    def sample(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        masks: Mapping[int, Tensor] | None = None,
+    ) -> Sampled:
         """Draw the next token of each row and remember it for the slot.
 
         logits: [n, vocab_size] fp32, unchanged. slots: [n] int64, admitted and distinct.
-        positions: [n] int64, the position of the token whose row made the logits.
+        positions: [n] int64, the position of the token whose row made the logits. masks: rows that
+        only some tokens may follow, with their bits as in runtime/grammar.py: [words] int32.
         """
         slot_list = slots.tolist()
         rows = [self._row_params(slot) for slot in slot_list]
-        scores = self._adjust(logits, slot_list, positions, rows)
+        scores = self._adjust(logits, slot_list, positions, rows, masks or {})
         token_ids = scores.argmax(-1)  # documented to take the first of equals
         plain = [i for i, p in enumerate(rows) if p.temperature > 0 and not _needs_sort(p)]
         ranked = [i for i, p in enumerate(rows) if p.temperature > 0 and _needs_sort(p)]
@@ -155,6 +172,10 @@ class SamplerState:
             probs = _truncate(probs, self._top_k[slots[at]], self._top_p[slots[at]])
             drawn = _draw(self._floor(probs, slots[at]), uniform[at])
             token_ids[at] = ids.gather(-1, drawn[:, None])[:, 0]
+        limited = [i for i, params in enumerate(rows) if params.thinking is not None]
+        if limited:
+            at = torch.tensor(limited, device=logits.device)
+            token_ids[at] = self._limit_thinking(token_ids[at], slots[at])
         self.last_token[slots] = token_ids
         self._count(slots, token_ids, rows)
         return Sampled(token_ids, _report(logits, token_ids, [p.logprobs for p in rows]))
@@ -173,11 +194,48 @@ class SamplerState:
         assert params is not None, f"slot {slot} has no sequence"
         return params
 
+    def _begin_thinking(
+        self, slot: int, budget: ThinkingBudget, output_token_ids: Sequence[int]
+    ) -> None:
+        ends = (budget.end_token_id, *budget.other_end_token_ids)
+        assert len(ends) <= 1 + MAX_THINK_ENDS
+        self._think_ids[slot] = -1
+        self._think_ids[slot, : 1 + len(ends)] = self._ids((budget.start_token_id, *ends))
+        thinking, left = budget.starts_open, budget.max_tokens
+        for token_id in output_token_ids:
+            if token_id in ends:
+                thinking = False
+            elif token_id == budget.start_token_id:
+                thinking = True
+            elif thinking:
+                left -= 1
+        self._is_thinking[slot] = thinking
+        self._thinking_left[slot] = left
+
+    def _limit_thinking(self, token_ids: Tensor, slots: Tensor) -> Tensor:
+        """Step 10 for rows with a budget, and its books. token_ids, slots: [m] int64."""
+        ids, thinking, left = self._think_ids[slots], self._is_thinking[slots], self._thinking_left
+        token_ids = torch.where(thinking & (left[slots] <= 0), ids[:, 1], token_ids)
+        starts = token_ids == ids[:, 0]
+        ends = (token_ids[:, None] == ids[:, 1:]).any(-1)
+        left[slots] -= (thinking & ~starts & ~ends).to(torch.int64)
+        self._is_thinking[slots] = (thinking & ~ends) | starts
+        return token_ids
+
     def _adjust(
-        self, logits: Tensor, slots: list[int], positions: Tensor, rows: list[SamplingParams]
+        self,
+        logits: Tensor,
+        slots: list[int],
+        positions: Tensor,
+        rows: list[SamplingParams],
+        masks: Mapping[int, Tensor],
     ) -> Tensor:
         """Steps 1-3; a copy if any row needs one."""
-        touched = [i for i, p in enumerate(rows) if _has_penalty(p) or _has_bias(p) or p.min_tokens]
+        touched = [
+            i
+            for i, p in enumerate(rows)
+            if _has_penalty(p) or _has_bias(p) or p.min_tokens or i in masks
+        ]
         if not touched:
             return logits
         scores = logits.clone()
@@ -192,9 +250,12 @@ class SamplerState:
                 row = row - counts * self._frequency[slot] - (counts > 0) * self._presence[slot]
             if _has_bias(params):
                 row = row + self._bias[slot]
+            if i in masks:
+                row = _masked(row, logits[i], masks[i])
             if params.min_tokens:
                 early = positions[i] < self._may_end_from[slot]
-                row = row.masked_fill(self._ends[slot] & early, float("-inf"))
+                open_row = row.masked_fill(self._ends[slot] & early, float("-inf"))
+                row = open_row if i not in masks else _first_open(open_row, row)
             scores[i] = row
         return scores
 
@@ -267,6 +328,19 @@ def _draw(probs: Tensor, uniform: Tensor) -> Tensor:
     upto = probs.cumsum(-1, dtype=torch.float64)
     drawn = torch.searchsorted(upto, uniform[:, None] * upto[:, -1:], right=True)[:, 0]
     return drawn.clamp(max=probs.shape[-1] - 1)  # only a row of NaN gets past the end
+
+
+def _masked(row: Tensor, raw: Tensor, mask: Tensor) -> Tensor:
+    """The row where the mask allows it; the raw logits there if that leaves nothing."""
+    may_come = allowed(mask.to(row.device), row.shape[-1])
+    return _first_open(
+        row.masked_fill(~may_come, float("-inf")), raw.masked_fill(~may_come, float("-inf"))
+    )
+
+
+def _first_open(row: Tensor, other: Tensor) -> Tensor:
+    """The row, unless nothing is possible in it: then the other. No wait for the device."""
+    return torch.where(row.max() > float("-inf"), row, other)
 
 
 def _report(

@@ -219,6 +219,7 @@ class Scheduler:
             first_logprob,
             targets,
             self.memory.snapshot_at(seq, end),
+            seq.constraint.masks()[0] if sample and seq.constraint is not None else None,
         )
 
     def _append(
@@ -230,6 +231,16 @@ class Scheduler:
         num_generated = len(seq.token_ids) - seq.prompt_len
         if token_id in seq.stop_ids and num_generated >= seq.request.params.min_tokens:
             return self._finish(seq, FinishReason.STOP, [token_id], listed, stop_token_id=token_id)
+        if seq.constraint is not None:
+            if (
+                token_id in seq.request.eos_token_ids
+            ):  # min_tokens or not, the grammar has come to its end
+                return self._finish(
+                    seq, FinishReason.STOP, [token_id], listed, stop_token_id=token_id
+                )
+            if not seq.constraint.accept(token_id):
+                error = f"token {token_id} was sampled, which the grammar forbids"
+                return self._finish(seq, FinishReason.ERROR, [], error=error)
         if len(seq.token_ids) >= seq.max_len:
             return self._finish(seq, FinishReason.LENGTH, [token_id], listed)
         return self._event(seq, [token_id], listed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from moet.runtime.grammar import Constraint
 from moet.runtime.prefix_cache import page_key
 from moet.types import Request, TokenLogprobs
 
@@ -50,6 +51,7 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
     was_placed: bool = False  # ever
     has_event: bool = False
+    constraint: Constraint | None = None  # has taken every token of token_ids past the prompt
     fault: str | None = None  # why the runner could not set it up; written by the runner
     times: Times = field(default_factory=lambda: Times())
 
@@ -69,7 +71,12 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether its next step is one row, after which it makes one more token."""
+        """Whether its next step is one row, after which it makes one more token.
+
+        With a constraint, the newest token must be known: the mask of the next depends on it.
+        """
+        if self.constraint is not None and self.num_pending:
+            return False
         num_scheduled = len(self.token_ids) + self.num_pending
         return self.prompt_len <= self.num_computed == num_scheduled - 1 < self.max_len - 1
 
