@@ -29,15 +29,14 @@ from moet.models.base import (
     TensorSource,
 )
 from moet.models.deepseek_v4_cache import (
+    PAGE_SIZE,
     RATIO_OF_KIND,
     CacheLayout,
-    LayerCache,
-    SequenceRows,
-    sequences,
 )
 from moet.models.deepseek_v4_config import DeepseekV4Config
 from moet.models.layers import Embedding, Linear, LMHead, Weights
 from moet.models.moe import MoE, Router, SwigluMlp
+from moet.models.step import LayerCache, SequenceRows, sequences
 
 CosSin = tuple[Tensor, Tensor]
 
@@ -65,7 +64,7 @@ class Step:
         self.positions = inputs.positions
         self.token_ids = inputs.token_ids
         self.kv = kv
-        self.sequences = sequences(inputs)
+        self.sequences = sequences(inputs, PAGE_SIZE)
         self.tables = tables
 
     @cached_property

@@ -1,39 +1,21 @@
-"""DeepSeek-V4-Flash's state: which entries exist, how they are encoded, and where a step's rows
-read and write them. Holds no weights and no arithmetic."""
+"""DeepSeek-V4-Flash's state: which entries exist and how they are encoded. Holds no weights and no
+arithmetic."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
-from torch import Tensor
 
 from moet.config import KVDtype
 from moet.errors import ConfigError
 from moet.kernels.cache import EntryFormat, Fp8Rows, Mxfp4Rows, PlainRows
-from moet.models.base import ForwardInput, KVCacheSpec, KVGroup, KVTensors
+from moet.models.base import KVCacheSpec, KVGroup
 from moet.models.deepseek_v4_config import DeepseekV4Config, LayerKind
+from moet.models.step import LayerCache
 
 PAGE_SIZE = 256  # tokens; two windows of ratio 128, so that no window is pending at a page border
 RATIO_OF_KIND: dict[LayerKind, int] = {"window": 0, "csa": 4, "hca": 128}
-
-
-class LayerCache:
-    """One kind of state of one layer: the encoding and, given the step's tensors, the bytes."""
-
-    def __init__(self, group: str, idx: int, form: EntryFormat) -> None:
-        self.group = group
-        self.idx = idx
-        self.form = form
-
-    def write(self, kv: KVTensors, slots: Tensor, rows: Tensor) -> None:
-        """rows: [n, width] fp32 to slots [n] int64; -1 is skipped."""
-        self.form.write(kv[self.group][self.idx], slots, rows)
-
-    def read(self, kv: KVTensors, slots: Tensor) -> Tensor:
-        """Returns [n, width] fp32."""
-        return self.form.read(kv[self.group][self.idx], slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,42 +96,3 @@ class CacheLayout:
 
 
 _PLAIN = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceRows:
-    """One sequence's part of a step: rows first:last hold positions start..end-1."""
-
-    first: int
-    last: int
-    start: int
-    end: int
-    seq_slot: int
-    pages: Tensor
-
-    def ring_slots(self, lo: int, hi: int, num_entries: int) -> Tensor:
-        """Slots of positions lo..hi-1 in a ring group."""
-        return self.seq_slot * num_entries + torch.arange(lo, hi) % num_entries
-
-    def entry_slots(self, lo: int, hi: int, ratio: int) -> Tensor:
-        """Slots of compressed entries lo..hi-1 in a paged group."""
-        return self.slots_of(torch.arange(lo, hi), ratio)
-
-    def slots_of(self, entries: Tensor, ratio: int) -> Tensor:
-        """Slots of the given compressed entries, [n] int64."""
-        per_page = PAGE_SIZE // ratio
-        return self.pages[entries // per_page] * per_page + entries % per_page
-
-
-def sequences(inputs: ForwardInput) -> list[SequenceRows]:
-    """The step by sequence; those without rows are left out."""
-    bounds, slots, found = inputs.cu_seqlens_q, inputs.seq_slots.tolist(), []
-    for i, (first, last) in enumerate(pairwise(bounds)):
-        if first == last:
-            continue
-        end, pages = inputs.seq_lens[i], inputs.page_table[i]
-        needed = pages[: -(-end // PAGE_SIZE)].tolist()
-        enough = len(needed) * PAGE_SIZE >= end and min(needed) >= 0
-        assert enough, f"sequence {i} of the step has {end} tokens but the pages {needed}"
-        found.append(SequenceRows(first, last, end - (last - first), end, slots[i], pages))
-    return found

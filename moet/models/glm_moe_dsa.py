@@ -6,7 +6,6 @@ paged groups: the latent rows of every layer, and index keys of the layers that 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ from moet.config import KVDtype, ModelSettings, Rounding
 from moet.errors import ConfigError
 from moet.kernels.attention import sparse_attention
 from moet.kernels.cache import EntryFormat, PlainRows
-from moet.kernels.gemm import grouped_linear, linear, linear_fp32
+from moet.kernels.gemm import grouped_linear, linear, linear_fp32, streamed
 from moet.kernels.indexer import index_scores, select_top_k
 from moet.kernels.mla_cache import Fp8IndexKeys, latent_rows
 from moet.kernels.moe import sigmoid_scores
@@ -35,53 +34,32 @@ from moet.models.base import (
 from moet.models.glm_moe_dsa_config import GlmMoeDsaConfig
 from moet.models.layers import Embedding, LMHead, RMSNorm, Weights
 from moet.models.moe import MoE, Router, SwigluMlp
+from moet.models.step import LayerCache, SequenceRows, sequences
 
 PAGE_SIZE = 64  # tokens
 INDEX_NORM_EPS = 1e-6  # of the index keys' LayerNorm, whatever rms_norm_eps is
 
 Selection = Sequence["Tensor | int"]
 """Per row the positions that it attends to: ascending indices, or the number of leading ones."""
-Pages = tuple[Tensor, "Tensor | None"]
-"""A layer's latent rows and, if it owns an indexer, its index keys: [num_pages, page_bytes]."""
 
 
-@dataclass(frozen=True, slots=True)
 class Step:
-    """What every layer of one forward pass needs to know about its rows.
+    """One forward pass: what its rows are and which state they touch."""
 
-    slots: [num_tokens] int64, where each row's own state goes. seq_slots: per sequence
-    [seq_len] int64, where its entries are, in order. spans: per sequence its rows.
-    """
-
-    token_ids: Tensor
-    positions: Tensor
-    cos: Tensor
-    sin: Tensor
-    slots: Tensor
-    seq_slots: Sequence[Tensor]
-    spans: Sequence[tuple[int, int]]
-
-    @classmethod
-    def of(cls, inputs: ForwardInput, frequencies: Tensor) -> Step:
-        cos, sin = rope_cos_sin(inputs.positions, frequencies)
-        bounds = inputs.cu_seqlens_q
-        seq_slots, slots, spans = [], [], []
-        for seq_idx, (first, last) in enumerate(itertools.pairwise(bounds)):
-            if first == last:
-                continue
-            spans.append((first, last))
-            positions = torch.arange(inputs.seq_lens[seq_idx])
-            pages = inputs.page_table[seq_idx][positions // PAGE_SIZE]
-            seq_slots.append(pages * PAGE_SIZE + positions % PAGE_SIZE)
-            slots.append(seq_slots[-1][inputs.positions[first:last]])
-        joined = torch.cat(slots) if slots else inputs.positions[:0]
-        return cls(inputs.token_ids, inputs.positions, cos, sin, joined, seq_slots, spans)
+    def __init__(self, inputs: ForwardInput, kv: KVTensors, frequencies: Tensor) -> None:
+        self.token_ids = inputs.token_ids
+        self.positions = inputs.positions
+        self.kv = kv
+        self.sequences = sequences(inputs, PAGE_SIZE)
+        self.cos, self.sin = rope_cos_sin(inputs.positions, frequencies)
+        own = [seq.entry_slots(seq.start, seq.end, 1) for seq in self.sequences]
+        self.slots = torch.cat(own)  # [num_tokens], where each row's state goes
 
 
 class Indexer:
     """Chooses the positions that a row attends to, for its layer and those that share with it."""
 
-    def __init__(self, weights: Weights, config: GlmMoeDsaConfig, keys: EntryFormat) -> None:
+    def __init__(self, weights: Weights, config: GlmMoeDsaConfig, keys: LayerCache) -> None:
         settings = weights.settings
         self.num_heads, self.head_dim = config.index_n_heads, config.index_head_dim
         self.rope_dim, self.top_k = config.qk_rope_head_dim, config.index_topk
@@ -93,7 +71,9 @@ class Indexer:
         self.wk, _ = weights.matrix("wk", self.head_dim, config.hidden_size)
         self.k_norm_weight = weights.fp32("k_norm.weight", self.head_dim)
         self.k_norm_bias = weights.fp32("k_norm.bias", self.head_dim)
-        self.gate = weights.fp32("weights_proj.weight", self.num_heads, config.hidden_size)
+        self.gate = streamed(
+            weights.fp32("weights_proj.weight", self.num_heads, config.hidden_size)
+        )
         self.gate_scale = self.num_heads**-0.5 * self.head_dim**-0.5
         self._linear = linear.bind(arch=settings.arch)
         self._linear_fp32 = linear_fp32.bind(arch=settings.arch)
@@ -107,35 +87,44 @@ class Indexer:
         rotated = self._rope(x[..., : self.rope_dim].contiguous(), step.cos, step.sin)
         return torch.cat((rotated, x[..., self.rope_dim :]), dim=-1)
 
-    def __call__(self, x: Tensor, q_latent: Tensor, step: Step, pages: Tensor) -> Selection:
+    def __call__(self, x: Tensor, q_latent: Tensor, step: Step) -> Selection:
         """x: [n, hidden], q_latent: [n, q_lora_rank]. Writes the rows' keys, then selects."""
         key = self._layer_norm(
             self._linear(x, self.wk), self.k_norm_weight, self.k_norm_bias, eps=INDEX_NORM_EPS
         )
-        self.keys.write(pages, step.slots, self._rotate(key, step).float())
+        self.keys.write(step.kv, step.slots, self._rotate(key, step).float())
         query = self.wq_b(q_latent).view(-1, self.num_heads, self.head_dim)
         query = self._rotate(query, step).float()
         if self.round_queries:
-            query = self.keys.round(query)
+            query = self.keys.form.round(query)
         gate = self._linear_fp32(x, self.gate) * self.gate_scale
         selection: list[Tensor | int] = []
-        for (first, last), slots in zip(step.spans, step.seq_slots, strict=True):
-            visible = (step.positions[first:last] + 1).tolist()
-            keys = self.keys.read(pages, slots) if max(visible) > self.top_k else None
-            for row, count in enumerate(visible, start=first):
-                if keys is None or count <= self.top_k:
-                    selection.append(count)
-                    continue
-                scores = self._scores(query[row], keys[:count], gate[row])
-                selection.append(self._top_k(scores, k=self.top_k))
+        for seq in step.sequences:
+            selection += self._choose(query, gate, seq, step)
         return selection
+
+    def _choose(
+        self, query: Tensor, gate: Tensor, seq: SequenceRows, step: Step
+    ) -> list[Tensor | int]:
+        """What the rows of one sequence attend to."""
+        if seq.end <= self.top_k:
+            return list(range(seq.start + 1, seq.end + 1))
+        keys = self.keys.read(step.kv, seq.entry_slots(0, seq.end, 1))
+        chosen: list[Tensor | int] = []
+        for row, visible in enumerate(range(seq.start + 1, seq.end + 1), start=seq.first):
+            if visible <= self.top_k:
+                chosen.append(visible)
+                continue
+            scores = self._scores(query[row], keys[:visible], gate[row])
+            chosen.append(self._top_k(scores, k=self.top_k))
+        return chosen
 
 
 class Attention:
     """Latent attention in absorbed form: one key head, whose leading part is the value."""
 
     def __init__(
-        self, weights: Weights, config: GlmMoeDsaConfig, rows: EntryFormat, indexer: Indexer | None
+        self, weights: Weights, config: GlmMoeDsaConfig, rows: LayerCache, indexer: Indexer | None
     ) -> None:
         settings, heads = weights.settings, config.num_attention_heads
         hidden, latent, rope_dim = config.hidden_size, config.kv_lora_rank, config.qk_rope_head_dim
@@ -152,8 +141,8 @@ class Attention:
         # fp8 blocks straddle the heads of kv_b, so it is decoded whole and then split.
         kv_b, _ = weights.matrix("kv_b_proj", heads * (nope + value), latent)
         w_uk, w_uv = torch.split(kv_b.view(heads, nope + value, latent), [nope, value], dim=1)
-        self.w_uk = w_uk.transpose(1, 2).contiguous()  # [H, latent, nope]
-        self.w_uv = w_uv.contiguous()  # [H, value, latent]
+        self.w_uk = streamed(w_uk.transpose(1, 2))  # [H, latent, nope]
+        self.w_uv = streamed(w_uv)  # [H, value, latent]
         self.o = weights.linear("o_proj", hidden, heads * value)
         self.no_sink = torch.full((heads,), -torch.inf)
         self._rope = rope.bind(arch=settings.arch)
@@ -161,44 +150,49 @@ class Attention:
         self._attention = sparse_attention.bind(arch=settings.arch)
 
     def __call__(
-        self, x: Tensor, step: Step, selection: Selection | None, pages: Pages
+        self, x: Tensor, step: Step, selection: Selection | None
     ) -> tuple[Tensor, Selection]:
         """x: [n, hidden], normalised. Returns the same and the selection that was used.
 
         selection: that of the nearest owner below; None lets this layer's own indexer choose.
         """
-        rows, index_keys = pages
         q_latent = self.q_a_norm(self.q_a(x))
         kv = self.kv_a(x)
         latent = self.kv_a_norm(kv[:, : self.latent_dim].contiguous())
         rope_key = self._rope(kv[:, self.latent_dim :].contiguous(), step.cos, step.sin)
-        self.rows.write(rows, step.slots, torch.cat((latent, rope_key), dim=-1).float())
+        self.rows.write(step.kv, step.slots, torch.cat((latent, rope_key), dim=-1).float())
         if selection is None:
             assert self.indexer is not None, "the first layer that attends owns an indexer"
-            assert index_keys is not None
-            selection = self.indexer(x, q_latent, step, index_keys)
+            selection = self.indexer(x, q_latent, step)
         q = self.q_b(q_latent).view(x.shape[0], self.num_heads, -1)
         q = self._rope(q, step.cos, step.sin)
         absorbed = self._grouped(q[..., : self.nope_dim], self.w_uk)
         query = torch.cat((absorbed, q[..., self.nope_dim :]), dim=-1)
-        mixed = torch.empty_like(query)
-        for (first, last), slots in zip(step.spans, step.seq_slots, strict=True):
-            chosen = selection[first:last]
-            only = chosen[0]
-            if len(chosen) == 1 and isinstance(only, Tensor):  # read no more than is used
-                slots, chosen = slots[only], [len(only)]
-            entries = self.rows.read(rows, slots)
-            mixed[first:last] = self._attention(
-                query[first:last],
-                entries[:0],
-                [(0, 0)] * len(chosen),
-                entries,
-                chosen,
-                self.no_sink,
-                scale=self.scale,
-            )
+        parts = [self._sequence(query, selection, seq, step) for seq in step.sequences]
+        mixed = torch.cat(parts)
         out = self._grouped(mixed[..., : self.latent_dim], self.w_uv)
         return self.o(out.flatten(1)), selection
+
+    def _sequence(
+        self, query: Tensor, selection: Selection, seq: SequenceRows, step: Step
+    ) -> Tensor:
+        """One sequence's queries over their selected entries: [its rows, H, latent + rope]."""
+        chosen = selection[seq.first : seq.last]
+        only = chosen[0]
+        if len(chosen) == 1 and isinstance(only, Tensor):  # read no more than is used
+            slots, chosen = seq.slots_of(only, 1), [len(only)]
+        else:
+            slots = seq.entry_slots(0, seq.end, 1)
+        entries = self.rows.read(step.kv, slots)
+        return self._attention(
+            query[seq.first : seq.last],
+            entries[:0],  # no window beside the selection
+            [(0, 0)] * len(chosen),
+            entries,
+            chosen,
+            self.no_sink,
+            scale=self.scale,
+        )
 
 
 class DecoderLayer:
@@ -216,8 +210,9 @@ class DecoderLayer:
         self.post_norm = weights.norm("post_attention_layernorm", config.hidden_size, eps=eps)
         attention, indexer = weights.under("self_attn."), None
         if config.owns_indexer(layer_idx):
-            indexer = Indexer(attention.under("indexer."), config, layout.index_keys)
-        self.attention = Attention(attention, config, layout.rows, indexer)
+            keys = layout.index_cache(layer_idx)
+            indexer = Indexer(attention.under("indexer."), config, keys)
+        self.attention = Attention(attention, config, layout.row_cache(layer_idx), indexer)
         mlp = weights.under("mlp.")
         self.mlp: SwigluMlp | None = None
         self.moe: MoE | None = None
@@ -235,11 +230,10 @@ class DecoderLayer:
         x: Tensor,
         step: Step,
         selection: Selection | None,
-        pages: Pages,
         experts: ExpertProvider,
     ) -> tuple[Tensor, Selection]:
         """x: [n, hidden]. Returns the same and the selection that was used."""
-        mixed, selection = self.attention(self.input_norm(x), step, selection, pages)
+        mixed, selection = self.attention(self.input_norm(x), step, selection)
         x = x + mixed
         u = self.post_norm(x)
         if self.mlp is not None:
@@ -258,7 +252,7 @@ def _mlp(weights: Weights, hidden: int, width: int) -> SwigluMlp:
 def _moe(weights: Weights, config: GlmMoeDsaConfig, layer_idx: int) -> MoE:
     num_experts, hidden = config.n_routed_experts, config.hidden_size
     router = Router(
-        weights.fp32("gate.weight", num_experts, hidden),
+        streamed(weights.fp32("gate.weight", num_experts, hidden)),
         bias=weights.fp32("gate.e_score_correction_bias", num_experts),
         table=None,
         top_k=config.num_experts_per_tok,
@@ -322,12 +316,12 @@ class CacheLayout:
         keys = KVGroup("index", "paged", self.owners, PAGE_SIZE, self.index_keys.page_bytes)
         return KVCacheSpec(PAGE_SIZE, (rows, keys))
 
-    def pages(self, kv: KVTensors, layer_idx: int) -> Pages:
-        """A layer's latent rows and, if it owns an indexer, its index keys."""
-        keys = None
-        if layer_idx in self.owners:
-            keys = kv["index"][self.owners.index(layer_idx)]
-        return kv["latent"][self.layers.index(layer_idx)], keys
+    def row_cache(self, layer_idx: int) -> LayerCache:
+        return LayerCache("latent", self.layers.index(layer_idx), self.rows)
+
+    def index_cache(self, layer_idx: int) -> LayerCache:
+        """Raises ValueError for a layer without an indexer."""
+        return LayerCache("index", self.owners.index(layer_idx), self.index_keys)
 
 
 @dataclass(eq=False)
@@ -397,12 +391,12 @@ class GlmMoeDsa:
     @torch.no_grad()
     def forward(self, inputs: ForwardInput, kv: KVTensors, experts: ExpertProvider) -> ModelOutput:
         """As Model.forward. hidden_states: [num_tokens, hidden], after the final norm."""
-        step = Step.of(inputs, self.frequencies)
+        step = Step(inputs, kv, self.frequencies)
         x = self.embed(inputs.token_ids)
         selection: Selection | None = None
-        for idx, layer in enumerate(self.layers):
+        for layer in self.layers:
             inherited = None if layer.owns_indexer else selection
-            x, selection = layer(x, step, inherited, self.layout.pages(kv, idx), experts)
+            x, selection = layer(x, step, inherited, experts)
         hidden_states = self.norm(x)
         return ModelOutput(self.head(hidden_states[inputs.logits_indices]), hidden_states)
 
@@ -416,9 +410,8 @@ class GlmMoeDsa:
         `forward` or of a previous draft, each after its norm. Needs num_spec_tokens > 0 at load.
         """
         assert self.mtp is not None, "loaded without the draft layer"
-        step = Step.of(inputs, self.frequencies)
+        step = Step(inputs, kv, self.frequencies)
         x = self.mtp.join(self.embed(inputs.token_ids), hidden_states)
-        pages = self.layout.pages(kv, self.config.num_hidden_layers)
-        x, _ = self.mtp.layer(x, step, None, pages, experts)
+        x, _ = self.mtp.layer(x, step, None, experts)
         hidden_states = self.mtp.norm(x)
         return ModelOutput(self.head(hidden_states[inputs.logits_indices]), hidden_states)

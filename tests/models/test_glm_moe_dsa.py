@@ -3,6 +3,7 @@ show. transformers attends un-absorbed over expanded keys, so parity also checks
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from moet.config import KVDtype, Rounding
 from moet.errors import CheckpointError, ConfigError
-from moet.models.glm_moe_dsa import Attention, CacheLayout, Pages, Selection, Step
+from moet.models.base import KVTensors
+from moet.models.glm_moe_dsa import Attention, CacheLayout, Selection, Step
 from moet.models.glm_moe_dsa_config import GlmMoeDsaConfig
 from tests.models.glm_configs import released, tiny
 from tests.models.glm_rig import DRAFTING, IDS, TINY, load_model, random_source, resident
@@ -240,16 +242,17 @@ def test_fp8_is_decided_by_dtype_and_needs_its_scale() -> None:
 class BesideNarrow:
     """An attention that also runs its twin over narrower rows, and notes how far that one is."""
 
-    def __init__(self, own: Attention, narrow: Attention) -> None:
-        self.own, self.narrow, self.indexer = own, narrow, own.indexer
+    def __init__(self, own: Attention, narrow: Attention, kv: KVTensors) -> None:
+        self.own, self.narrow, self.kv, self.indexer = own, narrow, kv, own.indexer
         self.error = 0.0
 
     def __call__(
-        self, x: Tensor, step: Step, selection: Selection | None, pages: Pages
+        self, x: Tensor, step: Step, selection: Selection | None
     ) -> tuple[Tensor, Selection]:
-        out, selection = self.own(x, step, selection, pages)
-        rows = torch.zeros(8, self.narrow.rows.page_bytes, dtype=torch.uint8)
-        got, _ = self.narrow(x, step, selection, (rows, pages[1]))
+        out, selection = self.own(x, step, selection)
+        beside = copy(step)
+        beside.kv = self.kv
+        got, _ = self.narrow(x, beside, selection)
         self.error = float((got - out).float().norm() / out.float().norm())
         return out, selection
 
@@ -261,7 +264,7 @@ def test_attention_error_of_narrow_rows_against_bf16(kv_dtype: KVDtype, bound: f
     wide, narrow = rig_of("deployed", "bf16", source), rig_of("deployed", kv_dtype, source)
     attentions = []
     for layer, other in zip(wide.model.layers, narrow.model.layers, strict=True):
-        attentions.append(BesideNarrow(layer.attention, other.attention))
+        attentions.append(BesideNarrow(layer.attention, other.attention, narrow.kv))
         layer.attention = attentions[-1]
     run_chunks(wide, IDS, [])
     errors = [round(attention.error, 4) for attention in attentions]
