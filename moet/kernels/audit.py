@@ -1,0 +1,128 @@
+"""Re-check cubins/ against its sources and manifest: `python -m moet.kernels.audit`.
+
+Disassembles every cubin. Fails on a stale source, a changed cubin, a spill, a missing or unwanted
+instruction, or fewer CTAs per SM than a kernel declares. Needs no GPU and no compiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from moet.errors import CubinError
+from moet.kernels import build
+from moet.kernels.tools import instructions, resources
+
+REGISTERS_PER_SM = 65536
+# Kernel name part -> instruction that carries its matrix work, by architecture.
+REQUIRED = {
+    "sm90a": {"_w2_": "QGMMA", "_mxfp4_": "QGMMA", "_fp8_": "QGMMA", "_bf16_": "HGMMA"},
+    "sm120a": {"_w2_": "QMMA.SF", "_mxfp4_": "QMMA.SF", "_fp8_": "QMMA.SF", "_bf16_": "HMMA"},
+}
+FORBIDDEN = ("LDL", "STL", "F2FP.F16.E4M3.UNPACK_B")
+
+
+def codec_of(kernel: str) -> str | None:
+    """The part of a GEMM kernel's name that says what its weights are; None for other kernels."""
+    if not kernel.startswith(("stream_", "prefill_")):
+        return None
+    return f"_{kernel.split('_')[1]}_"
+
+
+def check_kernel(
+    arch: str, kernel: str, facts: dict[str, Any], use: dict[str, int], ops: list[str]
+) -> list[str]:
+    """What is wrong with one kernel; facts are the manifest's, use and ops the disassembler's."""
+    problems = []
+    if use["REG"] != facts["registers"] or use["SHARED"] != facts["shared_bytes"]:
+        problems.append(f"uses {use}, manifest says {facts}")
+    if use["STACK"] or use["LOCAL"]:
+        problems.append(f"spills: {use['STACK']} bytes of stack, {use['LOCAL']} local")
+    registers = -(-use["REG"] // 8) * 8 * facts["threads"]
+    ctas = REGISTERS_PER_SM // registers
+    if ctas < facts["ctas_per_sm"]:
+        problems.append(
+            f"{use['REG']} registers allow {ctas} CTAs, {facts['ctas_per_sm']} declared"
+        )
+    codec = codec_of(kernel)
+    if codec and not any(op.startswith(REQUIRED[arch][codec]) for op in ops):
+        problems.append(f"has no {REQUIRED[arch][codec]}")
+    bad = Counter(name for op in ops for name in FORBIDDEN if op.startswith(name))
+    problems += [f"has {count} {name}" for name, count in bad.items()]
+    return [f"{arch} {kernel}: {problem}" for problem in problems]
+
+
+def check_cubin(arch: str, name: str, cubin: Path, facts: dict[str, Any]) -> list[str]:
+    """What is wrong with one cubin."""
+    if facts["source_sha256"] != build.source_hash(name):
+        return [f"{arch}/{name}: csrc/{name}.cu or a header changed; python -m moet.kernels.build"]
+    if not cubin.exists():
+        return [f"{cubin} is absent; python -m moet.kernels.build"]
+    if hashlib.sha256(cubin.read_bytes()).hexdigest() != facts["cubin_sha256"]:
+        return [f"{cubin} is not the file of the manifest; python -m moet.kernels.build"]
+    if facts["flags"] != build.flags(arch):
+        return [f"{arch}/{name}: built with {facts['flags']}; python -m moet.kernels.build"]
+    use, ops = resources(cubin), instructions(cubin)
+    if set(use) != set(facts["kernels"]):
+        return [f"{arch}/{name}: kernels {sorted(set(use) ^ set(facts['kernels']))} differ"]
+    problems: list[str] = []
+    for kernel, kernel_facts in facts["kernels"].items():
+        problems += check_kernel(arch, kernel, kernel_facts, use[kernel], ops[kernel])
+    return problems
+
+
+def audit(cubins: Path) -> list[str]:
+    """Everything that is wrong under a folder of cubins; an empty list means none.
+
+    Raises CubinError if the manifest or a tool is missing.
+    """
+    path = cubins / "MANIFEST.json"
+    if not path.exists():
+        raise CubinError(f"{path} is absent; python -m moet.kernels.build")
+    manifest = json.loads(path.read_text())
+    expected = {f"{arch}/{name}" for arch in build.ARCHS for name in build.sources()}
+    problems = [f"{key}: not in the manifest" for key in expected - set(manifest["cubins"])]
+    problems += [f"{key}: has no source" for key in set(manifest["cubins"]) - expected]
+    if manifest["compiler"] != f"nvcc {build.COMPILER}":
+        problems.append(f"built by {manifest['compiler']}, not nvcc {build.COMPILER}")
+    for key in sorted(expected & set(manifest["cubins"])):
+        arch, name = key.split("/")
+        problems += check_cubin(arch, name, cubins / f"{key}.cubin", manifest["cubins"][key])
+    return problems
+
+
+def matrix_census(cubin: Path) -> dict[str, tuple[int, int]]:
+    """GEMM kernel -> (matrix instructions, instructions between the first and the last of them)."""
+    found = {}
+    for kernel, ops in instructions(cubin).items():
+        matrix = [
+            i for i, op in enumerate(ops) if op.startswith(("QGMMA", "HGMMA", "QMMA", "HMMA"))
+        ]
+        if codec_of(kernel) and matrix:
+            found[kernel] = (len(matrix), matrix[-1] - matrix[0] + 1)
+    return found
+
+
+def main() -> None:
+    """Print what is wrong and exit 1, or print the census of the matrix loops."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--census", action="store_true", help="instructions per matrix instruction")
+    args = parser.parse_args()
+    problems = audit(build.CUBINS)
+    for problem in problems:
+        print(problem)
+    if problems:
+        raise SystemExit(1)
+    for arch in build.ARCHS if args.census else ():
+        for cubin in sorted((build.CUBINS / arch).glob("*.cubin")):
+            for kernel, (matrix, span) in matrix_census(cubin).items():
+                print(f"{arch} {kernel}: {span} / {matrix} = {span / matrix:.1f}")
+    print("cubins match their sources")
+
+
+if __name__ == "__main__":
+    main()

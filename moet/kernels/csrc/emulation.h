@@ -1,0 +1,257 @@
+// The machine of device.cuh and mma.cuh on a CPU, for tests without a GPU.
+//
+// Every thread of a block is a fiber. Barriers, shuffles and matrix instructions are meeting points;
+// a meeting that cannot happen (a divergent collective) ends the run with an error. Copies into
+// shared memory arrive only when they are waited for, so a missing wait shows. Matrix instructions
+// take their operands from the documented places of each lane, and sum in double. Not covered: memory
+// ordering between threads, timing, and the rounding inside the real accumulators.
+#pragma once
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <vector>
+
+#define DEVICE inline
+#define KERNEL(threads, ctas) static void
+#define GRID_CONSTANT const
+#define LAUNCHABLE(name, Args, threads)                                                       \
+  extern "C" int emulate_##name(const Args* args, int grid_x, int grid_y, int shared_bytes) { \
+    return emulation::run_grid(grid_x, grid_y, threads, shared_bytes, [=] { name(*args); });  \
+  }
+
+struct float2 {
+  float x, y;
+};
+struct uint2 {
+  uint32_t x, y;
+};
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+struct Index3 {
+  unsigned x, y, z;
+};
+inline Index3 threadIdx, blockIdx, gridDim;
+
+namespace emulation {
+enum Wait { RUNNING, WARP, GROUP, BLOCK, DONE };
+struct Copy {
+  void* to;
+  const void* from;
+  int bytes;
+  bool valid;
+};
+struct Fiber {
+  ucontext_t context;
+  std::vector<char> stack = std::vector<char>(1 << 17);
+  Wait wait = RUNNING;
+  std::vector<std::vector<Copy>> copies = {{}};
+};
+// What a lane brings to a meeting of its warp.
+struct Offer {
+  uint32_t value, a[4], b[2], scale;
+  float* d;
+  const uint8_t* b_shared;
+};
+inline std::vector<Fiber> fibers;
+inline std::vector<Offer> offers;
+inline std::vector<uint8_t> shared_memory;
+inline std::function<void(Offer*)> meeting;
+inline std::function<void()> body;
+inline ucontext_t scheduler;
+inline unsigned current;
+
+inline void pause(Wait wait) {
+  unsigned me = current;
+  fibers[me].wait = wait;
+  swapcontext(&fibers[me].context, &scheduler);
+}
+inline void meet(std::function<void(Offer*)> f) {
+  meeting = std::move(f);  // every lane of a warp brings the same
+  pause(WARP);
+}
+inline Offer& mine() { return offers[current]; }
+inline void trampoline() {
+  body();
+  fibers[current].wait = DONE;
+  swapcontext(&fibers[current].context, &scheduler);
+}
+inline bool all(unsigned from, unsigned to, Wait wait) {
+  for (unsigned i = from; i < to; i++)
+    if (fibers[i].wait != wait && fibers[i].wait != DONE) return false;
+  return true;
+}
+inline bool step_warp(unsigned first) {
+  bool ran = false;
+  for (unsigned i = first; i < first + 32; i++)
+    if (fibers[i].wait == RUNNING) {
+      current = threadIdx.x = i;
+      swapcontext(&scheduler, &fibers[i].context);
+      ran = true;
+    }
+  for (unsigned i = first; i < first + 32; i++)
+    if (fibers[i].wait != WARP) return ran;
+  meeting(&offers[first]);
+  for (unsigned i = first; i < first + 32; i++) fibers[i].wait = RUNNING;
+  return true;
+}
+inline int run_block(unsigned threads) {
+  fibers.resize(threads);
+  offers.assign(threads, {});
+  for (Fiber& f : fibers) {
+    f.wait = RUNNING;
+    f.copies = {{}};
+    getcontext(&f.context);
+    f.context.uc_stack.ss_sp = f.stack.data();
+    f.context.uc_stack.ss_size = f.stack.size();
+    makecontext(&f.context, trampoline, 0);
+  }
+  for (;;) {
+    bool ran = false;
+    for (unsigned w = 0; w < threads; w += 32)
+      while (step_warp(w)) ran = true;
+    if (all(0, threads, DONE)) return 0;
+    for (unsigned g = 0; g < threads; g += 128)
+      if (fibers[g].wait == GROUP && all(g, g + 128, GROUP)) {
+        for (unsigned i = g; i < g + 128; i++) fibers[i].wait = RUNNING;
+        ran = true;
+      }
+    if (ran) continue;
+    if (all(0, threads, BLOCK)) {
+      for (Fiber& f : fibers)
+        if (f.wait == BLOCK) f.wait = RUNNING;
+    } else if (!ran) {
+      fprintf(stderr, "emulation: a collective that not all threads reach\n");
+      return 1;
+    }
+  }
+}
+inline int run_grid(int x, int y, int threads, int shared_bytes, std::function<void()> kernel) {
+  body = std::move(kernel);
+  gridDim = {unsigned(x), unsigned(y), 1};
+  for (int j = 0; j < y; j++)
+    for (int i = 0; i < x; i++) {
+      blockIdx = {unsigned(i), unsigned(j), 0};
+      shared_memory.assign(shared_bytes + 1024, 0xFF);  // poison
+      if (int error = run_block(threads)) return error;
+    }
+  return 0;
+}
+
+inline float e4m3(uint8_t v) {
+  int e = v >> 3 & 15, m = v & 7;
+  float r = e ? ldexpf(1 + m / 8.f, e - 7) : ldexpf(m / 8.f, -6);
+  return (v & 0x7F) == 0x7F ? NAN : v & 0x80 ? -r : r;
+}
+inline float e5m2(uint8_t v) {
+  int e = v >> 2 & 31, m = v & 3;
+  float r = e == 31 ? (m ? NAN : INFINITY) : e ? ldexpf(1 + m / 4.f, e - 15) : ldexpf(m / 4.f, -14);
+  return v & 0x80 ? -r : r;
+}
+inline float bf16(uint16_t v) {
+  uint32_t bits = uint32_t(v) << 16;
+  float f;
+  memcpy(&f, &bits, 4);
+  return f;
+}
+}  // namespace emulation
+
+DEVICE uint8_t* dynamic_shared() {
+  auto p = reinterpret_cast<uintptr_t>(emulation::shared_memory.data());
+  return reinterpret_cast<uint8_t*>((p + 1023) / 1024 * 1024);
+}
+DEVICE void sync_threads() { emulation::pause(emulation::BLOCK); }
+DEVICE void sync_warpgroup(int) { emulation::pause(emulation::GROUP); }
+DEVICE void copy16(void* to, const void* from, bool valid) {
+  emulation::fibers[emulation::current].copies.back().push_back({to, from, 16, valid});
+}
+DEVICE void copy4(void* to, const void* from, bool valid) {
+  emulation::fibers[emulation::current].copies.back().push_back({to, from, 4, valid});
+}
+DEVICE uint4 load_streaming(const uint4* p) { return *p; }
+DEVICE void commit_copies() { emulation::fibers[emulation::current].copies.push_back({}); }
+template <int N>
+DEVICE void wait_copies() {
+  auto& groups = emulation::fibers[emulation::current].copies;  // the last one is still open
+  while (groups.size() > N + 1) {
+    for (auto& c : groups.front())
+      c.valid ? memcpy(c.to, c.from, c.bytes) : memset(c.to, 0, c.bytes);
+    groups.erase(groups.begin());
+  }
+}
+DEVICE void wait_for_previous_kernel() {}
+DEVICE void let_next_kernel_start() {}
+
+DEVICE uint32_t float_bits(float v) {
+  uint32_t r;
+  memcpy(&r, &v, 4);
+  return r;
+}
+DEVICE float bits_float(uint32_t v) {
+  float r;
+  memcpy(&r, &v, 4);
+  return r;
+}
+DEVICE uint32_t shuffle(uint32_t value, int lane) {
+  emulation::mine().value = value;
+  emulation::mine().scale = lane;
+  emulation::meet([](emulation::Offer* o) {
+    uint32_t r[32];
+    for (int i = 0; i < 32; i++) r[i] = o[o[i].scale & 31].value;
+    for (int i = 0; i < 32; i++) o[i].value = r[i];
+  });
+  return emulation::mine().value;
+}
+DEVICE float shuffle_xor(float value, int mask) {
+  return bits_float(shuffle(float_bits(value), (threadIdx.x & 31) ^ mask));
+}
+template <uint32_t MASK, uint32_t FACTOR>
+DEVICE uint32_t masked_multiply_add(uint32_t a, uint32_t b) {
+  return (a & MASK) * FACTOR + b;
+}
+DEVICE uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) {
+  uint64_t both = uint64_t(b) << 32 | a;
+  uint32_t r = 0;
+  for (int i = 0; i < 4; i++) {
+    uint32_t s = selector >> (4 * i), byte = both >> (8 * (s & 7)) & 0xFF;
+    if (s & 8) byte = byte & 0x80 ? 0xFF : 0;
+    r |= byte << (8 * i);
+  }
+  return r;
+}
+DEVICE float add_rn(float a, float b) { return a + b; }
+DEVICE float fma_rn(float a, float b, float c) { return fmaf(a, b, c); }
+DEVICE float div_rn(float a, float b) { return a / b; }
+DEVICE float div_approx(float a, float b) { return a / b; }
+DEVICE float exp_approx(float v) { return expf(v); }
+DEVICE uint16_t to_bf16(float v) {
+  uint32_t b = float_bits(v);
+  if (v != v) return 0x7FC0;
+  return (b + 0x7FFF + (b >> 16 & 1)) >> 16;
+}
+DEVICE uint32_t to_e4m3(float v) {
+  uint32_t sign = float_bits(v) >> 24 & 0x80;
+  float m = fabsf(v);
+  if (!(m == m)) return 0x7F;
+  if (m >= 464.0f) return sign | 0x7E;
+  int e = m < 0.015625f ? -6 : ilogbf(m);
+  float q = nearbyintf(ldexpf(m, 3 - e));  // to nearest, ties to even
+  if (q == 16.0f) q = 8.0f, e++;
+  uint32_t bits = q < 8.0f ? uint32_t(q) : uint32_t((e + 7) << 3) + uint32_t(q) - 8;
+  return sign | (bits > 0x7E ? 0x7E : bits);
+}
+DEVICE uint32_t to_e4m3x2(float lo, float hi) { return to_e4m3(lo) | to_e4m3(hi) << 8; }
+DEVICE void fence_shared_for_matrix_units() {}
+DEVICE uint32_t atomic_add(uint32_t* p, uint32_t v) {
+  uint32_t old = *p;
+  *p += v;
+  return old;
+}
+DEVICE void atomic_or(uint32_t* p, uint32_t v) { *p |= v; }
+DEVICE void fence_device() {}
+DEVICE float load_volatile(const float* p) { return *p; }
+DEVICE void trap_in_debug() {}

@@ -1,0 +1,26 @@
+// Instances of the streaming GEMM. Suffix _wide: two CTAs an SM and a deeper ring, for many experts;
+// the others keep three CTAs an SM, for few. Both give the same bits.
+#include "stream_gemm.cuh"
+
+#define STREAM(name, codec, nt, epilogue, stages, quantise, overlap, ctas)             \
+  KERNEL(THREADS, ctas) name(GRID_CONSTANT StreamArgs args) {                          \
+    StreamGemm<codec, nt, epilogue, stages, quantise, overlap>(args).run();            \
+  }                                                                                    \
+  LAUNCHABLE(name, StreamArgs, THREADS)
+
+STREAM(stream_w2_n8_swiglu, W2, 1, SWIGLU, 2, false, false, 3)
+STREAM(stream_w2_n8_swiglu_wide, W2, 1, SWIGLU, 3, false, true, 2)
+STREAM(stream_w2_n16_swiglu_wide, W2, 2, SWIGLU, 2, false, false, 2)
+STREAM(stream_w2_n8_quant_bf16, W2, 1, STORE_BF16, 2, true, false, 3)
+STREAM(stream_w2_n8_quant_bf16_wide, W2, 1, STORE_BF16, 3, true, true, 2)
+STREAM(stream_mxfp4_n8_swiglu, MXFP4, 1, SWIGLU, 2, false, false, 3)
+STREAM(stream_mxfp4_n8_swiglu_wide, MXFP4, 1, SWIGLU, 2, false, true, 2)
+STREAM(stream_mxfp4_n8_quant_bf16_wide, MXFP4, 1, STORE_BF16, 2, true, true, 2)
+STREAM(stream_fp8_n8_bf16_wide, FP8, 1, STORE_BF16, 2, false, true, 2)
+STREAM(stream_fp8_n16_bf16_wide, FP8, 2, STORE_BF16, 2, false, false, 2)
+STREAM(stream_fp8_n8_f32_wide, FP8, 1, STORE_F32, 2, false, true, 2)
+STREAM(stream_fp8_n8_quant_bf16_wide, FP8, 1, STORE_BF16, 2, true, true, 2)
+STREAM(stream_fp8_n8_swiglu_wide, FP8, 1, SWIGLU, 2, false, true, 2)
+STREAM(stream_bf16_n8_f32_wide, BF16, 1, STORE_F32, 2, false, true, 2)
+STREAM(stream_bf16_n8_bf16_wide, BF16, 1, STORE_BF16, 2, false, true, 2)
+STREAM(stream_bf16_n16_bf16_wide, BF16, 2, STORE_BF16, 2, false, false, 2)

@@ -1,0 +1,555 @@
+// Skinny GEMM by weight streaming: out[row, n] = sum_k x[row, k] W[n, k], W read once, in plane order.
+//
+// A CTA of two warpgroups walks a contiguous run of items; an item is 64 weight rows of one entry (an
+// expert with up to 8 NT rows, or a tile of dense rows). Its columns are summed as two halves, split
+// where the shape alone says. With few items the two warpgroups take one half each, with many they
+// take items of their own and both halves in turn: the same sums in the same order. Each lane streams
+// its own words through a private ring in shared memory, so copies need no barriers. A row's result
+// does not depend on the other rows, on the grid, or on who took the item.
+#pragma once
+#include "mma.cuh"
+
+constexpr int THREADS = 256;
+
+struct alignas(16) Entry {
+  int slot;    // where the weights are; row of `weights`
+  int expert;  // row of `bases`
+  int first;   // first of its places in `pairs`
+  int count;   // rows, at most 8 NT
+};
+
+// One matrix of a weight row: byte offsets of its planes in a segment, and of its row bases.
+struct Part {
+  uint32_t codes, scales, bases;
+};
+
+struct StreamArgs {
+  const uint8_t* weights;
+  const uint8_t* bases;   // W2, MXFP4: row bases; FP8: fp32 scales of 128 x 128 blocks
+  const void* x;          // e4m3 in plane order with x_scale, or bf16 row-major
+  const float* x_scale;   // [rows, K / 128], for e4m3
+  void* out;
+  float* partial;         // [slices, rows, ld_out], for slices > 1
+  uint32_t* counters;     // one per item of a slice, zero between launches
+  const Entry* entries;   // null: dense, entry e is rows 8 NT e .. of num_rows
+  const int* num_entries;
+  const int* pairs;       // row (token * top_k + choice) of each place; null: the place itself
+  const float* pair_weight;  // router weight of each row, or null
+  uint32_t* error;        // error word of the device
+  uint64_t row_stride;    // bytes from slot to slot
+  uint64_t base_stride;   // from expert to expert
+  uint32_t segment_stride, base_segment_stride;
+  Part parts[2];          // gate and up, or the one matrix twice
+  int num_slots;
+  int num_rows;           // of out
+  int k;                  // columns of x, a multiple of 32
+  int x_divisor;          // input row of a pair is pair / x_divisor
+  int ld_x, ld_x_scale, ld_out;
+  int segments;           // weight segments (sub-rows) that are summed
+  int chunks;             // chunks of columns in a segment
+  int tiles;              // items of an entry and slice
+  int tiles_per_segment;  // of the outputs; tiles for one segment of outputs
+  int columns;            // outputs in a segment of outputs
+  int slices;             // of the columns, over CTAs
+  int first_half_stages;  // of a slice; the rest is the second half
+  int early;              // entries were written before the previous kernel: may prefetch at once
+  float swiglu_limit;
+  Masks masks;
+};
+
+// A place in the run of items (entry, tile, slice), slice fastest. Steps without division.
+struct Cursor {
+  int item, entry, tile, slice, segment, in_segment;  // tile = segment * tiles_per_segment + in_segment
+
+  DEVICE void seek(const StreamArgs& p, int to) {
+    item = to;
+    slice = to % p.slices;
+    int tiles_before = to / p.slices;
+    entry = tiles_before / p.tiles;
+    tile = tiles_before - entry * p.tiles;
+    segment = tile / p.tiles_per_segment;
+    in_segment = tile - segment * p.tiles_per_segment;
+  }
+  // unit: 1 or, when tiles and tiles_per_segment are even and slices is 1, 2.
+  DEVICE void step(const StreamArgs& p, int unit) {
+    item += unit;
+    if (++slice < p.slices) return;
+    slice = 0;
+    tile += unit;
+    in_segment += unit;
+    if (in_segment >= p.tiles_per_segment) in_segment -= p.tiles_per_segment, segment++;
+    if (tile >= p.tiles) tile -= p.tiles, entry++, segment = 0;
+  }
+};
+
+enum Epilogue { STORE_F32, STORE_BF16, SWIGLU };
+enum ErrorBit { INVALID_SLOT = 1, INVALID_COUNT = 2 };
+
+template <int CODEC, int NT, int EPILOGUE, int STAGES, bool QUANTISE, bool OVERLAP>
+struct StreamGemm {
+  static constexpr int CPS = chunks_per_stage(CODEC);
+  static constexpr int WORDS = chunk_bytes(CODEC) / 512;  // uint4 of a lane in a chunk
+  static constexpr bool SCALED = CODEC != BF16;           // activations carry scales
+  static constexpr int SCALE_WORDS = has_scale_plane(CODEC) ? CPS / 2 : CODEC == FP8 ? CPS : 0;
+  static constexpr int STAGE_BYTES = CPS * WORDS * 16 + SCALE_WORDS * 4 + (has_scale_plane(CODEC) ? 4 : 0);
+  static constexpr int MAX_ROWS = 8 * NT;
+  // Instances for few experts only ever share items, and save the registers of a second half.
+  static constexpr bool ALWAYS_SHARED = !OVERLAP && NT == 1;
+
+  const StreamArgs& p;
+  uint8_t* activations;
+  float* x_scales;
+  float* reduction;
+  uint8_t* ring;
+  int tid, lane, warp, group;
+  int stages_per_segment, slice_stages, first_item, last_item;
+
+  int parity;             // of the item, for buffers that two items may use at once
+  bool shared;            // the warpgroups take halves of the same items
+
+  // The producer's place: which item and stage it copies next, and from where.
+  Cursor next;
+  int next_stage, next_in_segment;
+  const uint8_t *codes, *scales, *bases;
+  int aimed_entry;
+  const uint8_t *row_start, *base_start;
+
+  DEVICE StreamGemm(const StreamArgs& args) : p(args) {
+    tid = threadIdx.x;
+    lane = tid & 31;
+    int uniform = shuffle(tid >> 5, 0);  // so that the compiler knows it is one value a warp
+    warp = uniform & 3;
+    group = uniform >> 2;
+    stages_per_segment = (p.chunks + CPS - 1) / CPS;
+    slice_stages = p.segments * stages_per_segment / p.slices;
+    uint8_t* shared = dynamic_shared();
+    activations = shared;
+    x_scales = reinterpret_cast<float*>(shared + NT * slice_stages * CPS * 1024);
+    reduction = x_scales + (SCALED ? slice_stages * CPS * MAX_ROWS : 0);
+    ring = reinterpret_cast<uint8_t*>(reduction + 2 * NT * 4 * 128);
+  }
+
+  DEVICE bool shared_items() const { return ALWAYS_SHARED || shared; }
+  DEVICE int first_stage() const { return shared_items() && group ? p.first_half_stages : 0; }
+  DEVICE int end_stage() const { return shared_items() && !group ? p.first_half_stages : slice_stages; }
+
+  DEVICE Entry entry(int e) const {
+    if (p.entries) return p.entries[e];
+    int first = e * MAX_ROWS, left = p.num_rows - first;
+    return {0, 0, first, left < MAX_ROWS ? left : MAX_ROWS};
+  }
+
+  // Points the producer at the first stage of its item.
+  DEVICE void aim() {
+    if (next.entry != aimed_entry) {
+      aimed_entry = next.entry;
+      Entry t = entry(next.entry);
+      if (t.slot < 0 || t.slot >= p.num_slots) t.slot = t.expert = 0;  // reported by the consumer
+      row_start = p.weights + t.slot * p.row_stride + lane * 16;
+      base_start = p.bases + t.expert * p.base_stride;
+    }
+    // SWIGLU: warps 0, 1 take 32 gate rows and warps 2, 3 the same rows of up.
+    const Part& part = p.parts[EPILOGUE == SWIGLU ? warp >> 1 : 0];
+    int row_tile = EPILOGUE == SWIGLU ? next.in_segment * 2 + (warp & 1) : next.in_segment * 4 + warp;
+    const uint8_t* row = row_start + next.segment * uint64_t(p.segment_stride);
+    codes = row + part.codes + uint64_t(row_tile) * (p.chunks * chunk_bytes(CODEC));
+    if constexpr (has_scale_plane(CODEC)) {
+      scales = row + part.scales + row_tile * ((p.chunks + 1) / 2 * 128) - lane * 12;
+      bases = base_start + next.segment * p.base_segment_stride + part.bases + row_tile * 16 + base_row() / 4 * 4;
+    } else if constexpr (CODEC == FP8) {
+      scales = base_start + part.bases + row_tile / 8 * (p.chunks * 4);
+    }
+    next_stage = first_stage();
+    int s = next.slice * slice_stages + next_stage;
+    int segment = s / stages_per_segment;
+    next_in_segment = s - segment * stages_per_segment;
+    codes += segment * uint64_t(p.segment_stride) + next_in_segment * (CPS * chunk_bytes(CODEC));
+    if constexpr (has_scale_plane(CODEC)) {
+      scales += segment * uint64_t(p.segment_stride) + next_in_segment * (CPS / 2 * 128);
+      bases += segment * uint64_t(p.base_segment_stride);
+    } else if constexpr (CODEC == FP8) {
+      scales += next_in_segment * (CPS * 4);
+    }
+  }
+  DEVICE int base_row() const { return (lane >> 2) + 8 * (lane & 1); }
+
+  DEVICE uint8_t* ring_stage(int s) const { return ring + s * (STAGE_BYTES * THREADS); }
+
+  // Copies the producer's stage into ring place s, then steps. Commits a group in any case.
+  DEVICE void produce(int s) {
+    if (next.item < last_item && first_stage() < end_stage()) {
+      uint8_t* to = ring_stage(s) + tid * 16;
+      int left = p.chunks - next_in_segment * CPS;
+#pragma unroll
+      for (int i = 0; i < CPS * WORDS; i++)
+        copy16(to + i * (16 * THREADS), codes + i * 512, i / WORDS < left);
+      codes += CPS * chunk_bytes(CODEC);
+      uint8_t* words = ring_stage(s) + CPS * WORDS * 16 * THREADS + tid * 4;
+      if constexpr (has_scale_plane(CODEC)) {
+#pragma unroll
+        for (int i = 0; i < SCALE_WORDS; i++)
+          copy4(words + i * (4 * THREADS), scales + i * 128, 2 * i < left);
+        copy4(words + SCALE_WORDS * (4 * THREADS), bases, true);
+        scales += CPS / 2 * 128;
+      } else if constexpr (CODEC == FP8) {
+#pragma unroll
+        for (int i = 0; i < SCALE_WORDS; i++) copy4(words + i * (4 * THREADS), scales + i * 4, i < left);
+        scales += CPS * 4;
+      }
+      if (++next_in_segment == stages_per_segment) next_segment();
+      if (++next_stage == end_stage()) {
+        next.step(p, shared_items() ? 1 : 2);
+        if (next.item < last_item) aim();
+      }
+    }
+    commit_copies();
+  }
+  DEVICE void next_segment() {
+    next_in_segment = 0;
+    codes += uint64_t(p.segment_stride) - stages_per_segment * (CPS * chunk_bytes(CODEC));
+    if constexpr (has_scale_plane(CODEC)) {
+      scales += uint64_t(p.segment_stride) - stages_per_segment * (CPS / 2 * 128);
+      bases += p.base_segment_stride;
+    }
+  }
+
+  DEVICE int source_row(const Entry& t, int i) const {
+    int place = t.first + i;
+    return p.pairs ? p.pairs[place] : place;
+  }
+
+  // Puts the entry's rows, columns of one slice, into shared memory as the B operand.
+  DEVICE void load_activations(const Entry& t, int slice) {
+    const int blocks = slice_stages * CPS * 4;  // of 32 bytes a row
+    for (int i = tid; i < blocks * MAX_ROWS; i += THREADS) {
+      int token = i & (MAX_ROWS - 1), block = i / MAX_ROWS;
+      uint8_t* to = activations + (token >> 3) * (slice_stages * CPS * 1024) + block * 256 + (token & 7) * 16;
+      // Columns of a slice in bytes of x; segments are adjacent in x without their padding.
+      int stage = slice * slice_stages + block / (4 * CPS), segment = stage / stages_per_segment;
+      int in_segment = (stage - segment * stages_per_segment) * 4 * CPS + block % (4 * CPS);
+      bool valid = token < t.count && in_segment < p.chunks * 4;
+      int column = (segment * p.chunks * 4 + in_segment) * (CODEC == BF16 ? 16 : 32);
+      valid = valid && column < p.k;
+      uint4 a = {0, 0, 0, 0}, b = a;
+      int row = valid ? source_row(t, token) / p.x_divisor : 0;
+      if constexpr (QUANTISE) {
+        quantise_block(valid, row, column, token, block, a, b);
+      } else if (valid) {
+        const uint8_t* from = static_cast<const uint8_t*>(p.x) +
+                              (uint64_t(row) * p.ld_x + column) * (CODEC == BF16 ? 2 : 1);
+        uint4 u = *reinterpret_cast<const uint4*>(from);
+        uint4 v = *reinterpret_cast<const uint4*>(from + 16);
+        if constexpr (CODEC == BF16) {
+          a = {u.x, u.z, v.x, v.z};
+          b = {u.y, u.w, v.y, v.w};
+        } else {
+          a = u, b = v;
+        }
+      }
+      *reinterpret_cast<uint4*>(to) = a;
+      *reinterpret_cast<uint4*>(to + 128) = b;
+      if constexpr (SCALED && !QUANTISE) {
+        if ((block & 3) == 0)
+          x_scales[(block >> 2) * MAX_ROWS + token] =
+              valid ? p.x_scale[uint64_t(row) * p.ld_x_scale + column / 128] : 0.0f;
+      }
+    }
+  }
+
+  // 32 bf16 of a row -> e4m3; the four lanes with a row's 128 columns share its scale.
+  DEVICE void quantise_block(bool valid, int row, int column, int token, int block, uint4& a, uint4& b) {
+    static_assert(!QUANTISE || MAX_ROWS == 8, "the four lanes lie in one warp");
+    uint32_t words[16];
+    load_bf16x32(static_cast<const uint16_t*>(p.x) + uint64_t(row) * p.ld_x + column, valid, words);
+    float amax = largest_of(words);
+    amax = larger(amax, shuffle_xor(amax, 8));
+    amax = larger(amax, shuffle_xor(amax, 16));
+    int e = activation_exponent(amax);
+    quantise_words(words, power_of_two(-e), a, b);
+    if ((block & 3) == 0) x_scales[(block >> 2) * MAX_ROWS + token] = power_of_two(e);
+  }
+
+  // part[NT][4] times the scales of chunk c is added to sum.
+  DEVICE void fold(float* sum, const float* part, int chunk, float weight_scale) const {
+    if constexpr (SCALED) {
+      const float* s = x_scales + chunk * MAX_ROWS + 2 * (lane & 3);
+#pragma unroll
+      for (int n = 0; n < NT; n++) {
+        float s0 = s[8 * n], s1 = s[8 * n + 1];
+        if constexpr (CODEC == FP8) s0 *= weight_scale, s1 *= weight_scale;
+        sum[4 * n] = fma_rn(part[4 * n], s0, sum[4 * n]);
+        sum[4 * n + 1] = fma_rn(part[4 * n + 1], s1, sum[4 * n + 1]);
+        sum[4 * n + 2] = fma_rn(part[4 * n + 2], s0, sum[4 * n + 2]);
+        sum[4 * n + 3] = fma_rn(part[4 * n + 3], s1, sum[4 * n + 3]);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4 * NT; i++) sum[i] += part[i];
+    }
+  }
+
+  // One stage of the ring: decode and multiply CPS chunks, two in flight.
+  DEVICE void consume(int s, int stage, float* sum, uint32_t& base) {
+    const uint8_t* from = ring_stage(s) + tid * 16;
+    const uint32_t* words = reinterpret_cast<const uint32_t*>(ring_stage(s) + CPS * WORDS * 16 * THREADS) + tid;
+    if constexpr (has_scale_plane(CODEC)) {
+      base = words[SCALE_WORDS * THREADS] >> (8 * (base_row() & 3)) & 0xFF;
+    }
+    uint32_t base4 = base * 0x01010101u;
+    BOperand b = b_operand(activations + stage * (CPS * 1024), slice_stages * CPS * 1024);
+    constexpr int BUFFERS = OVERLAP ? 2 : 1;  // chunks in flight
+    uint32_t a[BUFFERS][4][4];
+    float part[BUFFERS][4 * NT], weight_scale[CPS];
+    uint32_t scale_word = 0, exponents = 0;
+#pragma unroll
+    for (int c = 0; c < CPS; c++) {
+      uint32_t codes_words[4 * WORDS];
+#pragma unroll
+      for (int i = 0; i < WORDS; i++) {
+        uint4 v = *reinterpret_cast<const uint4*>(from + (c * WORDS + i) * (16 * THREADS));
+        codes_words[4 * i] = v.x, codes_words[4 * i + 1] = v.y;
+        codes_words[4 * i + 2] = v.z, codes_words[4 * i + 3] = v.w;
+      }
+      RowScale scale = {0, 0, 0};
+      if constexpr (has_scale_plane(CODEC)) {
+        if (c % 2 == 0) {
+          scale_word = words[c / 2 * THREADS];
+#if MOET_SM == 90
+          exponents = saturating_subtract(scale_word, base4) << 2;
+#endif
+        }
+        scale.lane = scale_word;
+#if MOET_SM == 90
+        int quad = (lane & ~3) + 2 * (c & 1);
+        scale.word0 = shuffle(exponents, quad);
+        scale.word1 = shuffle(exponents, quad + 1);
+#endif
+      } else if constexpr (CODEC == FP8) {
+        weight_scale[c] = bits_float(words[c * THREADS]);
+      }
+#pragma unroll
+      for (int j = 0; j < 4; j++) decode_block<CODEC>(codes_words, j, scale, p.masks, a[c % BUFFERS][j]);
+      mma_begin();
+      if (c & 1)
+        chunk_mma<CODEC, NT, 1>(part[c % BUFFERS], a[c % BUFFERS], b_advance(b, c * 1024), scale);
+      else
+        chunk_mma<CODEC, NT, 0>(part[c % BUFFERS], a[c % BUFFERS], b_advance(b, c * 1024), scale);
+      mma_commit();
+      int done = c - (BUFFERS - 1);
+      if (done >= 0) {
+        mma_wait<BUFFERS - 1>();
+        fold(sum, part[done % BUFFERS], stage * CPS + done, CODEC == FP8 ? weight_scale[done] : 1.0f);
+      }
+    }
+    if constexpr (OVERLAP) {
+      mma_wait<0>();
+      fold(sum, part[(CPS - 1) % BUFFERS], stage * CPS + CPS - 1, CODEC == FP8 ? weight_scale[CPS - 1] : 1.0f);
+    }
+  }
+
+  // Rows g and g + 8 get their base's power of two; the sum joins the total.
+  DEVICE void close_segment(float* total, float* sum, uint32_t base) const {
+    float f0 = row_factor<CODEC>(base), f1 = f0;
+#if MOET_SM == 90
+    if constexpr (has_scale_plane(CODEC)) {
+      f0 = row_factor<CODEC>(shuffle(base, lane & ~3));
+      f1 = row_factor<CODEC>(shuffle(base, (lane & ~3) + 1));
+    }
+#endif
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        total[4 * n + i] += sum[4 * n + i] * (i < 2 ? f0 : f1);  // a power of two: no rounding
+        sum[4 * n + i] = 0.0f;
+      }
+    }
+  }
+
+  DEVICE bool valid(const Entry& t) const {
+    return t.slot >= 0 && t.slot < p.num_slots && t.count >= 0 && t.count <= MAX_ROWS;
+  }
+  DEVICE void report(const Entry& t) const {
+    bool slot = t.slot < 0 || t.slot >= p.num_slots;
+    if (tid == 0) atomic_or(p.error, slot ? INVALID_SLOT : INVALID_COUNT);
+    trap_in_debug();
+  }
+
+  DEVICE void run() {
+    if (!p.entries || p.early) start();
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+    if (p.entries && !p.early) start();
+    int loaded = -1, place = 0;
+    parity = 0;
+#pragma unroll 1
+    for (Cursor at = next_start(); at.item < last_item; at.step(p, shared_items() ? 1 : 2)) {
+      int slice = at.slice;
+      if (at.entry * p.slices + slice != loaded) {
+        loaded = at.entry * p.slices + slice;
+        Entry t = entry(at.entry);
+        if (t.count > MAX_ROWS) t.count = MAX_ROWS;
+        sync_threads();  // the last item's activations are no longer read
+        load_activations(t, slice);
+        fence_shared_for_matrix_units();
+        sync_threads();
+      }
+      // halves[0] gathers the first half, or this warpgroup's; halves[1] the second.
+      float halves[2][4 * NT], sum[4 * NT];
+#pragma unroll
+      for (int i = 0; i < 4 * NT; i++) halves[0][i] = halves[1][i] = sum[i] = 0.0f;
+      uint32_t base = 0;
+      int to_close = stages_per_segment - (slice * slice_stages + first_stage()) % stages_per_segment;
+#pragma unroll 1
+      for (int stage = first_stage(); stage < end_stage(); stage++) {
+        wait_copies<STAGES - 1>();
+        consume(place, stage, sum, base);
+        produce(place);
+        place = place + 1 == STAGES ? 0 : place + 1;
+        bool half_ends = stage + 1 == p.first_half_stages || stage + 1 == slice_stages;
+        if (--to_close == 0 || half_ends) {
+          close_segment(halves[0], sum, base);
+          if (to_close == 0) to_close = stages_per_segment;
+          if (half_ends && !shared_items()) {  // the first half moves over, the second is added to it
+#pragma unroll
+            for (int i = 0; i < 4 * NT; i++) {
+              float done = halves[1][i] + halves[0][i];
+              halves[1][i] = done;
+              halves[0][i] = 0.0f;
+            }
+          }
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 4 * NT; i++) sum[i] = shared_items() ? halves[0][i] : halves[1][i];
+      finish(at, sum);
+      parity ^= 1;
+    }
+    wait_copies<0>();
+  }
+
+  DEVICE int num_items() const {
+    int n = p.entries ? *p.num_entries : (p.num_rows + MAX_ROWS - 1) / MAX_ROWS;
+    return n * p.tiles * p.slices;
+  }
+  DEVICE int my_first_item() const { return first_item + (shared_items() ? 0 : group); }
+  DEVICE Cursor next_start() const {
+    Cursor at;
+    at.seek(p, my_first_item());
+    return at;
+  }
+
+  // Divides the items among CTAs, as single items or in pairs (of one entry), whichever ends sooner.
+  DEVICE void start() {
+    int items = num_items(), ctas = gridDim.x, pairs = items / 2;
+    shared = ALWAYS_SHARED || p.tiles_per_segment % 2 != 0 || p.slices != 1 || 2 * ((pairs + ctas - 1) / ctas) > (items + ctas - 1) / ctas;
+    int unit = shared_items() ? 1 : 2, units = items / unit;
+    first_item = static_cast<int>(int64_t(units) * blockIdx.x / ctas) * unit;
+    last_item = static_cast<int>(int64_t(units) * (blockIdx.x + 1) / ctas) * unit;
+    next.seek(p, my_first_item());
+    aimed_entry = -1;
+    if (next.item < last_item) aim();
+#pragma unroll 1
+    for (int s = 0; s < STAGES; s++) produce(s);
+  }
+
+  // Adds the two warpgroups' totals and stores the item's outputs.
+  DEVICE void finish(const Cursor& at, float* total) {
+    Entry t = entry(at.entry);
+    if (!valid(t)) {
+      report(t);
+      if (t.count > MAX_ROWS) t.count = MAX_ROWS;
+#pragma unroll
+      for (int i = 0; i < 4 * NT; i++) total[i] = bits_float(0x7FC00000u);
+    }
+    float* mine = reduction + (shared_items() ? parity * NT * 512 : (2 * group + parity) * NT * 256) + (tid & 127);
+    if (shared_items()) {
+      if (group == 1) {
+#pragma unroll
+        for (int i = 0; i < 4 * NT; i++) mine[i * 128] = total[i];
+      }
+      sync_threads();
+      if (group == 1) return;
+#pragma unroll
+      for (int i = 0; i < 4 * NT; i++) total[i] += mine[i * 128];
+    }
+    if constexpr (EPILOGUE == SWIGLU) {
+      // The up rows travel from warps 2, 3 to warps 0, 1, which hold the same rows of gate.
+      float* up = reduction + (shared_items() ? parity * NT * 512 : (2 * group + parity) * NT * 256) + (tid & 63);
+      if (warp >= 2) {
+#pragma unroll
+        for (int i = 0; i < 4 * NT; i++) up[i * 64] = total[i];
+      }
+      sync_warpgroup(group);
+      if (warp < 2) swiglu(t, at, total, up);
+    } else if (p.slices == 1) {
+      store(t, at.tile, total);
+    } else {
+      store_slice(t, at, total);
+    }
+  }
+  // Calls f(row of out, column, value) for this thread's outputs.
+  template <typename F>
+  DEVICE void for_outputs(const Entry& t, int first_column, int limit, const float* total, F f) const {
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        int token = 8 * n + 2 * (lane & 3) + (i & 1), column = first_column + (lane >> 2) + 8 * (i >> 1);
+        if (token < t.count && column < limit) f(source_row(t, token), column, total[4 * n + i], 4 * n + i);
+      }
+    }
+  }
+
+  DEVICE void swiglu(const Entry& t, const Cursor& at, const float* gate, const float* up) {
+    int first_column = at.segment * p.columns;
+    for_outputs(t, at.in_segment * 32 + warp * 16, p.columns, gate, [&](int row, int column, float g, int i) {
+      float u = round_to_bf16(up[i * 64]), limit = p.swiglu_limit;
+      g = round_to_bf16(g);  // as the checkpoints' own linear layers return them
+      g = g > limit ? limit : g;  // one-sided, as trained
+      u = u > limit ? limit : u < -limit ? -limit : u;
+      float h = div_approx(g, 1.0f + exp_approx(-g)) * u;
+      if (p.pair_weight) h *= p.pair_weight[row];
+      static_cast<uint16_t*>(p.out)[uint64_t(row) * p.ld_out + first_column + column] = to_bf16(h);
+    });
+  }
+
+  DEVICE void store(const Entry& t, int tile, const float* total) {
+    for_outputs(t, tile * 64 + warp * 16, p.columns, total, [&](int row, int column, float v, int) {
+      uint64_t at = uint64_t(row) * p.ld_out + column;
+      if constexpr (EPILOGUE == STORE_BF16)
+        static_cast<uint16_t*>(p.out)[at] = to_bf16(v);
+      else
+        static_cast<float*>(p.out)[at] = v;
+    });
+  }
+
+  // The last slice to arrive adds all of them, in order of the slices, whoever it is. Warpgroup 0.
+  DEVICE void store_slice(const Entry& t, const Cursor& at, float* total) {
+    int tile = at.tile;
+    uint64_t plane = uint64_t(p.num_rows) * p.ld_out;
+    for_outputs(t, tile * 64 + warp * 16, p.columns, total, [&](int row, int column, float v, int) {
+      p.partial[at.slice * plane + uint64_t(row) * p.ld_out + column] = v;
+    });
+    fence_device();
+    uint32_t* arrived = reinterpret_cast<uint32_t*>(reduction + parity * NT * 512);
+    sync_warpgroup(group);
+    if (tid == 0) {
+      uint32_t* counter = p.counters + at.item / p.slices;
+      *arrived = atomic_add(counter, 1);
+      if (*arrived + 1 == static_cast<uint32_t>(p.slices)) *counter = 0;
+    }
+    sync_warpgroup(group);
+    if (*arrived + 1 != static_cast<uint32_t>(p.slices)) return;
+    fence_device();
+    for_outputs(t, tile * 64 + warp * 16, p.columns, total, [&](int row, int column, float, int) {
+      uint64_t to = uint64_t(row) * p.ld_out + column;
+      float v = load_volatile(p.partial + to);
+      for (int s = 1; s < p.slices; s++) v += load_volatile(p.partial + s * plane + to);
+      if constexpr (EPILOGUE == STORE_BF16)
+        static_cast<uint16_t*>(p.out)[to] = to_bf16(v);
+      else
+        static_cast<float*>(p.out)[to] = v;
+    });
+  }
+};

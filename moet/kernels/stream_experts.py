@@ -1,0 +1,291 @@
+"""Routed experts on a GPU: the decode step's kernels from expert ids to the summed output.
+
+Joins the streaming GEMM (`stream_gemm.py`) with the small kernels of `csrc/moe.cu`. Knows tensors
+and a Launcher; not models, residency or requests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from moet.kernels.layout import ExpertRows
+from moet.kernels.stream_gemm import (
+    Codec,
+    Launcher,
+    Part,
+    StreamArgs,
+    choose,
+    num_stages,
+    pointer,
+    run,
+)
+
+MAX_EXPERTS = 1023  # of the plan kernel
+PLAN_THREADS = 1024
+MAX_PAIRS = 16384  # the plan kernel keeps their ids in shared memory
+WIDE_FROM_PAIRS = 64  # from how many (token, choice) pairs on the wide instances are faster
+
+
+class QuantiseArgs(ctypes.Structure):
+    _fields_: ClassVar = [
+        *((name, ctypes.c_void_p) for name in ("x", "q", "scale")),
+        *((name, ctypes.c_int32) for name in ("rows", "k", "ld_x", "groups")),
+    ]
+
+
+class PlanArgs(ctypes.Structure):
+    _fields_: ClassVar = [
+        *((name, ctypes.c_void_p) for name in ("expert_ids", "slot_of", "entries")),
+        *((name, ctypes.c_void_p) for name in ("num_entries", "places", "error")),
+        *((name, ctypes.c_int32) for name in ("pairs", "experts", "rows")),
+    ]
+
+
+class CombineArgs(ctypes.Structure):
+    _fields_: ClassVar = [
+        *((name, ctypes.c_void_p) for name in ("parts", "weights", "shared", "out")),
+        *((name, ctypes.c_int32) for name in ("tokens", "top_k", "dim", "bf16")),
+    ]
+
+
+def quantise(launcher: Launcher, x: Tensor) -> tuple[Tensor, Tensor]:
+    """x: [T, K] bf16, K % 32 == 0, rows contiguous. Returns e4m3 bytes [T, K] in MMA order and
+    fp32 scales [T, ceil(K/128)], powers of two by the checkpoints' recipe."""
+    rows, k = x.shape
+    groups = -(-k // 128)
+    q = torch.empty(rows, k, dtype=torch.uint8, device=x.device)
+    scale = torch.empty(rows, groups, dtype=torch.float32, device=x.device)
+    args = QuantiseArgs(x.data_ptr(), q.data_ptr(), scale.data_ptr(), rows, k, x.stride(0), groups)
+    blocks = -(-rows * groups * 4 // 256)
+    if rows:
+        grid = min(blocks, 8 * launcher.num_sms)
+        launcher.launch("quantise_rows", grid=grid, threads=256, shared_bytes=0, args=args)
+    return q, scale
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Which rows go to which expert, on the device.
+
+    entries: [max_entries, 4] int32 (slot, expert, first place, count), num_entries: [1] int32,
+    pairs: [num_pairs] int32, the (token * top_k + choice) of each place.
+    """
+
+    entries: Tensor
+    num_entries: Tensor
+    pairs: Tensor
+
+
+def plan(
+    launcher: Launcher, expert_ids: Tensor, slot_of: Tensor, *, error: Tensor, rows: int = 8
+) -> Work:
+    """Sort the pairs by expert. expert_ids: [T, top_k] int64; slot_of: [num_experts] int64.
+
+    An id out of range or without a slot sets a bit of error and makes its rows NaN.
+    Raises ValueError for more experts or pairs than the kernel holds.
+    """
+    pairs, experts = expert_ids.numel(), slot_of.shape[0]
+    if experts > MAX_EXPERTS or pairs > MAX_PAIRS:
+        raise ValueError(
+            f"{pairs} pairs over {experts} experts; the plan kernel holds {MAX_PAIRS} over "
+            f"{MAX_EXPERTS}: send fewer rows at once"
+        )
+    most = max(1, min(pairs, experts + 1 + pairs // rows))
+    numbers = torch.zeros(4 * most + 1 + pairs, dtype=torch.int32, device=expert_ids.device)
+    entries, num_entries, places = torch.split_with_sizes(numbers, [4 * most, 1, pairs])
+    work = Work(entries.view(most, 4), num_entries, places)
+    if pairs:
+        args = PlanArgs(
+            *(x.data_ptr() for x in (expert_ids, slot_of, work.entries)),
+            *(x.data_ptr() for x in (work.num_entries, work.pairs, error)),
+            pairs,
+            experts,
+            rows,
+        )
+        shared_bytes = 4 * (3 * PLAN_THREADS + pairs)
+        launcher.launch(
+            "plan_experts", grid=1, threads=PLAN_THREADS, shared_bytes=shared_bytes, args=args
+        )
+    return work
+
+
+def combine(
+    launcher: Launcher,
+    parts: Tensor,
+    *,
+    top_k: int,
+    weights: Tensor | None = None,
+    shared: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Sum a token's parts in the order of its choices, in fp32, then add the shared expert.
+
+    parts: [T * top_k, D] bf16, D even; weights: [T, top_k] fp32; shared: [T, D] bf16.
+    Returns [T, D] fp32 or bf16.
+    """
+    tokens, dim = parts.shape[0] // top_k, parts.shape[1]
+    out = torch.empty(tokens, dim, dtype=dtype, device=parts.device)
+    args = CombineArgs(
+        parts.data_ptr(), pointer(weights), pointer(shared), out.data_ptr(), tokens, top_k, dim
+    )
+    args.bf16 = dtype == torch.bfloat16
+    grid = min(-(-tokens * dim // 512), 8 * launcher.num_sms)
+    if grid:
+        launcher.launch("combine_experts", grid=grid, threads=256, shared_bytes=0, args=args)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPool:
+    """Expert rows on the device: rows [num_slots, row_bytes] uint8, bases [experts, ...] uint8."""
+
+    format: ExpertRows
+    rows: Tensor
+    bases: Tensor
+
+    def _fill(self, args: StreamArgs, work: Work, error: Tensor) -> None:
+        args.weights, args.bases = self.rows.data_ptr(), self.bases.data_ptr()
+        args.entries, args.num_entries = work.entries.data_ptr(), work.num_entries.data_ptr()
+        args.pairs, args.error = work.pairs.data_ptr(), error.data_ptr()
+        args.row_stride, args.num_slots = self.rows.stride(0), self.rows.shape[0]
+        args.segment_stride = self.format.sub_row_bytes
+        args.base_segment_stride = sum(n for n, _ in self.format.shapes)
+        args.base_stride = args.base_segment_stride * self.format.num_sub_rows
+        args.slices = 1
+
+    def _parts(self) -> list[Part]:
+        codes = (0, self.format.part_bytes[0], sum(self.format.part_bytes[:2]))
+        scale_start = sum(self.format.part_bytes[:3])
+        scales = self.format.scale_bytes
+        rows = [n for n, _ in self.format.shapes]
+        return [Part(codes[i], scale_start + sum(scales[:i]), sum(rows[:i])) for i in range(3)]
+
+    def gate_up(
+        self,
+        launcher: Launcher,
+        x: Tensor,
+        x_scale: Tensor,
+        work: Work,
+        *,
+        top_k: int,
+        pair_weight: Tensor | None,
+        limit: float | None,
+        error: Tensor,
+        rows: int = 8,
+        early: bool = False,
+    ) -> Tensor:
+        """silu(min(w1 x, limit)) * clamp(w3 x, limit) * pair_weight for every pair.
+
+        x: [T, D] e4m3 bytes in MMA order, x_scale: [T, ceil(D/128)] fp32; pair_weight: [T, top_k]
+        fp32. early: the kernel ahead in the stream is not the one that wrote the work, so weights
+        may be fetched before that one ends. Returns [T * top_k, I] bf16.
+        """
+        format, num_pairs = self.format, x.shape[0] * top_k
+        h = torch.empty(
+            num_pairs, format.moe_intermediate_size, dtype=torch.bfloat16, device=x.device
+        )
+        chunks = format.shapes[0][1] // 128
+        instance = choose(
+            _codec(format),
+            rows,
+            "swiglu",
+            quantise=False,
+            wide=rows > 8 or num_pairs >= WIDE_FROM_PAIRS,
+            stages=num_stages(_codec(format), chunks, 1, 1),
+            max_shared_bytes=launcher.max_shared_bytes,
+        )
+        args = StreamArgs(swiglu_limit=float("inf") if limit is None else limit, early=early)
+        self._fill(args, work, error)
+        parts = self._parts()
+        args.parts[0], args.parts[1] = parts[0], parts[1]
+        args.x, args.x_scale, args.out = x.data_ptr(), x_scale.data_ptr(), h.data_ptr()
+        args.pair_weight = pointer(pair_weight)
+        args.num_rows, args.x_divisor, args.k = num_pairs, top_k, x.shape[1]
+        args.ld_x, args.ld_x_scale, args.ld_out = x.stride(0), x_scale.stride(0), h.stride(0)
+        args.segments, args.chunks = 1, chunks
+        args.tiles_per_segment = format.shapes[0][0] // 32
+        args.tiles = args.tiles_per_segment * format.num_sub_rows
+        args.columns = format.columns
+        if num_pairs:
+            run(launcher, instance, args, items=work.entries.shape[0] * args.tiles)
+        return h
+
+    def down(
+        self, launcher: Launcher, h: Tensor, work: Work, *, error: Tensor, early: bool = False
+    ) -> Tensor:
+        """w2 h for every pair. h: [pairs, I] bf16, made e4m3 per 128 on the way in.
+
+        Work of 8 rows. Returns [pairs, D] bf16; slices of I are summed as (0 + 1) + (2 + 3).
+        """
+        format = self.format
+        out = torch.empty(h.shape[0], format.hidden_size, dtype=torch.bfloat16, device=h.device)
+        chunks = format.shapes[2][1] // 128
+        stages = num_stages(_codec(format), chunks, format.num_sub_rows, 1)
+        instance = choose(
+            _codec(format),
+            8,
+            "bf16",
+            quantise=True,
+            wide=h.shape[0] >= WIDE_FROM_PAIRS,
+            stages=stages,
+            max_shared_bytes=launcher.max_shared_bytes,
+        )
+        args = StreamArgs(early=early, x_divisor=1)
+        self._fill(args, work, error)
+        args.parts[0] = args.parts[1] = self._parts()[2]
+        args.x, args.out = h.data_ptr(), out.data_ptr()
+        args.num_rows, args.k = h.shape[0], h.shape[1]
+        args.ld_x, args.ld_out = h.stride(0), out.stride(0)
+        args.segments, args.chunks = format.num_sub_rows, chunks
+        args.tiles = args.tiles_per_segment = format.shapes[2][0] // 64
+        args.columns = format.hidden_size
+        half = 2 * stages // format.num_sub_rows if format.num_sub_rows > 1 else 0
+        if h.shape[0]:
+            items = work.entries.shape[0] * args.tiles
+            run(launcher, instance, args, items=items, half_stages=half)
+        return out
+
+    def mixture(
+        self,
+        launcher: Launcher,
+        x: Tensor,
+        expert_ids: Tensor,
+        weights: Tensor,
+        slot_of: Tensor,
+        *,
+        limit: float | None,
+        error: Tensor,
+        weigh_output: bool = False,
+        shared: Tensor | None = None,
+    ) -> Tensor:
+        """The whole routed mixture of a decode step: x [T, D] bf16 -> [T, D] fp32.
+
+        expert_ids [T, top_k] int64; weights [T, top_k] fp32 multiply the hidden values, or with
+        weigh_output the experts' outputs. Activations are e4m3 per 128 before each product.
+        """
+        top_k = expert_ids.shape[1]
+        work = plan(launcher, expert_ids, slot_of, error=error)
+        q, scale = quantise(launcher, x)
+        h = self.gate_up(
+            launcher,
+            q,
+            scale,
+            work,
+            top_k=top_k,
+            pair_weight=None if weigh_output else weights,
+            limit=limit,
+            error=error,
+            early=True,
+        )
+        parts = self.down(launcher, h, work, error=error, early=True)
+        outer = weights if weigh_output else None
+        return combine(launcher, parts, top_k=top_k, weights=outer, shared=shared)
+
+
+def _codec(format: ExpertRows) -> Codec:
+    return "w2" if format.name == "w2" else "mxfp4"

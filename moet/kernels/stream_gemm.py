@@ -1,0 +1,291 @@
+"""Launching the streaming GEMM: shapes and tensors -> kernel name, grid, shared memory, arguments.
+
+Knows the argument block of `csrc/stream_gemm.cuh` and nothing of how a kernel is launched: a
+`Launcher` does that, on a GPU (`cubin.py`) or in emulation (the tests).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from moet.errors import UnsupportedError
+from moet.kernels import layout
+
+THREADS = 256
+Codec = Literal["w2", "mxfp4", "fp8", "bf16"]
+Output = Literal["f32", "bf16", "swiglu"]
+CHUNKS_PER_STAGE: dict[str, int] = {"w2": 4, "mxfp4": 2, "fp8": 2, "bf16": 2}
+CHUNK_BYTES: dict[str, int] = {"w2": 512, "mxfp4": 1024, "fp8": 2048, "bf16": 2048}
+CHUNK_COLUMNS: dict[str, int] = {"w2": 128, "mxfp4": 128, "fp8": 128, "bf16": 64}
+SCALE_WORDS: dict[str, int] = {"w2": 3, "mxfp4": 2, "fp8": 2, "bf16": 0}  # of a lane in a stage
+
+
+class Part(ctypes.Structure):
+    """Byte offsets of one matrix's planes in a weight segment."""
+
+    _fields_: ClassVar = [(name, ctypes.c_uint32) for name in ("codes", "scales", "bases")]
+
+
+class StreamArgs(ctypes.Structure):
+    """The kernel's only parameter, field for field `struct StreamArgs` of the source."""
+
+    _fields_: ClassVar = [
+        *((name, ctypes.c_void_p) for name in ("weights", "bases", "x", "x_scale", "out")),
+        *((name, ctypes.c_void_p) for name in ("partial", "counters", "entries", "num_entries")),
+        *((name, ctypes.c_void_p) for name in ("pairs", "pair_weight", "error")),
+        ("row_stride", ctypes.c_uint64),
+        ("base_stride", ctypes.c_uint64),
+        ("segment_stride", ctypes.c_uint32),
+        ("base_segment_stride", ctypes.c_uint32),
+        ("parts", Part * 2),
+        *((name, ctypes.c_int32) for name in ("num_slots", "num_rows", "k", "x_divisor")),
+        *((name, ctypes.c_int32) for name in ("ld_x", "ld_x_scale", "ld_out", "segments")),
+        *((name, ctypes.c_int32) for name in ("chunks", "tiles", "tiles_per_segment", "columns")),
+        *((name, ctypes.c_int32) for name in ("slices", "first_half_stages", "early")),
+        ("swiglu_limit", ctypes.c_float),
+        ("mask_high", ctypes.c_uint32),
+        ("mask_w2_base", ctypes.c_uint32),
+    ]
+
+
+class Launcher(Protocol):
+    """Runs a kernel by name on tensors whose addresses are in args."""
+
+    @property
+    def num_sms(self) -> int: ...
+
+    @property
+    def max_shared_bytes(self) -> int: ...
+
+    def launch(
+        self,
+        name: str,
+        *,
+        grid: int | tuple[int, int],
+        threads: int,
+        shared_bytes: int,
+        args: ctypes.Structure,
+    ) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One instance of the kernel, as `csrc/stream_gemm.cu` lists them."""
+
+    codec: Codec
+    rows: int  # at most, of an entry: 8 or 16
+    output: Output
+    quantise: bool  # bf16 activations become e4m3 on their way in
+    stages: int  # of the ring
+    ctas_per_sm: int
+
+    @property
+    def name(self) -> str:
+        quant = "_quant" if self.quantise else ""
+        wide = "_wide" if self.ctas_per_sm == 2 else ""
+        return f"stream_{self.codec}_n{self.rows}{quant}_{self.output}{wide}"
+
+    def shared_bytes(self, slice_stages: int) -> int:
+        """Activations of a slice, their scales, two reduction buffers and the ring."""
+        chunks = slice_stages * CHUNKS_PER_STAGE[self.codec]
+        scales = 0 if self.codec == "bf16" else chunks * self.rows * 4
+        lane = CHUNKS_PER_STAGE[self.codec] * CHUNK_BYTES[self.codec] // 32
+        ring = self.stages * THREADS * (lane + 4 * SCALE_WORDS[self.codec])
+        return self.rows // 8 * (chunks * 1024 + 4096) + scales + ring
+
+
+INSTANCES = (
+    Instance("w2", 8, "swiglu", False, 2, 3),
+    Instance("w2", 8, "swiglu", False, 3, 2),
+    Instance("w2", 16, "swiglu", False, 2, 2),
+    Instance("w2", 8, "bf16", True, 2, 3),
+    Instance("w2", 8, "bf16", True, 3, 2),
+    Instance("mxfp4", 8, "swiglu", False, 2, 3),
+    Instance("mxfp4", 8, "swiglu", False, 2, 2),
+    Instance("mxfp4", 8, "bf16", True, 2, 2),
+    Instance("fp8", 8, "bf16", False, 2, 2),
+    Instance("fp8", 16, "bf16", False, 2, 2),
+    Instance("fp8", 8, "f32", False, 2, 2),
+    Instance("fp8", 8, "bf16", True, 2, 2),
+    Instance("fp8", 8, "swiglu", False, 2, 2),
+    Instance("bf16", 8, "f32", False, 2, 2),
+    Instance("bf16", 8, "bf16", False, 2, 2),
+    Instance("bf16", 16, "bf16", False, 2, 2),
+)
+
+
+def choose(
+    codec: Codec,
+    rows: int,
+    output: Output,
+    *,
+    quantise: bool,
+    wide: bool,
+    stages: int,
+    max_shared_bytes: int,
+) -> Instance:
+    """The instance to launch: the wide one if wanted, if it exists and fits, else what fits.
+
+    All instances of a kind give the same bits. Raises UnsupportedError if none fits.
+    """
+    kind = [
+        i
+        for i in INSTANCES
+        if (i.codec, i.rows, i.output, i.quantise) == (codec, rows, output, quantise)
+    ]
+    fitting = [i for i in kind if i.shared_bytes(stages) <= max_shared_bytes]
+    if not fitting:
+        needed = min((i.shared_bytes(stages) for i in kind), default=None)
+        raise UnsupportedError(
+            f"no streaming GEMM for {codec} weights, {rows} rows, {output} output, "
+            f"quantise={quantise}: the least that one needs is {needed} bytes of shared memory, "
+            f"the device has {max_shared_bytes}"
+        )
+    return min(fitting, key=lambda i: (i.ctas_per_sm == 2) != wide)
+
+
+def num_stages(codec: str, chunks: int, segments: int, slices: int) -> int:
+    """Stages of the ring that one slice of the columns passes through."""
+    return -(-chunks // CHUNKS_PER_STAGE[codec]) * segments // slices
+
+
+def run(
+    launcher: Launcher, instance: Instance, args: StreamArgs, *, items: int, half_stages: int = 0
+) -> None:
+    """Launch on at most `items` items. half_stages: where the sum is halved; 0: in the middle."""
+    args.mask_high, args.mask_w2_base = 0x88888888, 0x44444444
+    stages = num_stages(instance.codec, args.chunks, args.segments, args.slices)
+    args.first_half_stages = min(stages, half_stages or -(-stages // 2))
+    launcher.launch(
+        instance.name,
+        grid=max(1, min(items, launcher.num_sms * instance.ctas_per_sm)),
+        threads=THREADS,
+        shared_bytes=instance.shared_bytes(stages),
+        args=args,
+    )
+
+
+def pointer(x: Tensor | None) -> int | None:
+    """Address of a tensor's data."""
+    return None if x is None else x.data_ptr()
+
+
+@dataclass(frozen=True, slots=True)
+class StreamLinear:
+    """A dense weight in plane order. `scale`: [ceil(N/128), ceil(K/128)] fp32 for fp8."""
+
+    codec: Codec
+    plane: Tensor
+    scale: Tensor | None
+    out_features: int
+    in_features: int
+
+    @classmethod
+    def fp8(cls, weight: Tensor, scale: Tensor) -> StreamLinear:
+        """weight: [N, K] e4m3 (any one-byte dtype); scale: fp32, one per 128 x 128 block."""
+        n, k = weight.shape
+        return cls("fp8", layout.pack_fp8_plane(weight), scale.float().contiguous(), n, k)
+
+    @classmethod
+    def bf16(cls, weight: Tensor) -> StreamLinear:
+        """weight: [N, K] bf16."""
+        n, k = weight.shape
+        return cls("bf16", layout.pack_bf16_plane(weight), None, n, k)
+
+    def to(self, device: torch.device | str) -> StreamLinear:
+        scale = None if self.scale is None else self.scale.to(device)
+        return StreamLinear(
+            self.codec, self.plane.to(device), scale, self.out_features, self.in_features
+        )
+
+    def slices(self, launcher: Launcher) -> int:
+        """Over how many CTAs the columns are split: a function of the shape and chip alone."""
+        tiles = self.plane.shape[0] // 64
+        stages = num_stages(self.codec, self._chunks, 1, 1)
+        smallest = Instance(self.codec, 16, "bf16", False, 2, 2)
+        slices = 1
+        while stages % (2 * slices) == 0 and stages // slices >= 4:
+            fits = smallest.shared_bytes(stages // slices) <= launcher.max_shared_bytes
+            if fits and tiles * slices >= launcher.num_sms:
+                break
+            slices *= 2
+        return slices
+
+    @property
+    def _chunks(self) -> int:
+        return -(-self.plane.shape[1] // CHUNK_COLUMNS[self.codec])
+
+    def __call__(
+        self,
+        launcher: Launcher,
+        x: Tensor,
+        x_scale: Tensor | None,
+        *,
+        error: Tensor,
+        workspace: Workspace | None = None,
+        output: Literal["f32", "bf16"] = "bf16",
+        rows: int = 8,
+    ) -> Tensor:
+        """x: [T, K] bf16; with x_scale [T, ceil(K/128)] fp32, e4m3 bytes in MMA order.
+
+        Returns [T, N] in the dtype of `output`. fp8 weights with bf16 x quantise x on the way in.
+        """
+        dtype = torch.float32 if output == "f32" else torch.bfloat16
+        out = torch.empty(x.shape[0], self.out_features, dtype=dtype, device=x.device)
+        if x.shape[0] == 0:
+            return out
+        slices = self.slices(launcher)
+        instance = choose(
+            self.codec,
+            rows,
+            output,
+            quantise=self.codec == "fp8" and x_scale is None,
+            wide=True,
+            stages=num_stages(self.codec, self._chunks, 1, slices),
+            max_shared_bytes=launcher.max_shared_bytes,
+        )
+        args = StreamArgs(x_divisor=1, num_slots=1, segments=1, num_rows=x.shape[0])
+        args.weights, args.bases = self.plane.data_ptr(), pointer(self.scale)
+        args.x, args.x_scale, args.out = x.data_ptr(), pointer(x_scale), out.data_ptr()
+        args.error = error.data_ptr()
+        args.k = self.in_features
+        args.ld_x, args.ld_out = x.stride(0), out.stride(0)
+        args.ld_x_scale = 0 if x_scale is None else x_scale.stride(0)
+        args.chunks, args.slices = self._chunks, slices
+        args.tiles = args.tiles_per_segment = self.plane.shape[0] // 64
+        args.columns = self.out_features
+        entries = -(-x.shape[0] // rows)
+        if slices > 1:
+            if workspace is None:
+                raise ValueError(f"{slices} slices of the columns need a workspace")
+            workspace.fill(args, slices * x.shape[0] * self.out_features, entries * args.tiles)
+        run(launcher, instance, args, items=entries * args.tiles * slices)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Partial sums of sliced columns. `counters` must be zero before the first launch."""
+
+    partial: Tensor  # fp32
+    counters: Tensor  # int32
+
+    @classmethod
+    def allocate(cls, device: torch.device | str, floats: int, counters: int) -> Workspace:
+        return cls(
+            torch.empty(floats, dtype=torch.float32, device=device),
+            torch.zeros(counters, dtype=torch.int32, device=device),
+        )
+
+    def fill(self, args: StreamArgs, floats: int, counters: int) -> None:
+        if floats > self.partial.numel() or counters > self.counters.numel():
+            raise ValueError(
+                f"workspace of {self.partial.numel()} floats and {self.counters.numel()} counters "
+                f"is too small for {floats} and {counters}"
+            )
+        args.partial, args.counters = self.partial.data_ptr(), self.counters.data_ptr()

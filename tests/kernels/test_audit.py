@@ -1,0 +1,115 @@
+"""The cubins in the tree are what their sources say, and the audit notices when they are not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moet.errors import CubinError
+from moet.kernels import audit, build, cubin, tools
+
+
+def has_disassembler() -> bool:
+    try:
+        return bool(tools.find_tool("cuobjdump") and tools.find_tool("nvdisasm"))
+    except CubinError:
+        return False
+
+
+needs_disassembler = pytest.mark.skipif(
+    not has_disassembler(), reason="needs cuobjdump and nvdisasm"
+)
+
+
+def manifest() -> dict[str, Any]:
+    data: dict[str, Any] = json.loads((build.CUBINS / "MANIFEST.json").read_text())
+    return data
+
+
+def test_every_source_has_a_fresh_cubin_for_every_arch() -> None:
+    cubins = manifest()["cubins"]
+    assert set(cubins) == {f"{arch}/{name}" for arch in build.ARCHS for name in build.sources()}
+    for key, facts in cubins.items():
+        assert facts["source_sha256"] == build.source_hash(key.split("/")[1]), key
+        assert facts["flags"] == build.flags(key.split("/")[0])
+        assert cubin.verified(key.split("/")[1], key.split("/")[0], build.CUBINS)
+
+
+@needs_disassembler
+def test_the_audit_passes() -> None:
+    assert audit.audit(build.CUBINS) == []
+
+
+def facts_of_a_kernel() -> dict[str, Any]:
+    return {"registers": 96, "shared_bytes": 0, "threads": 256, "ctas_per_sm": 2}
+
+
+@pytest.mark.parametrize(
+    ("use", "ops", "complaint"),
+    [
+        ({"STACK": 16}, ["QGMMA.64x8x32"], "spills"),
+        ({"REG": 168}, ["QGMMA.64x8x32"], "allow 1 CTAs, 2 declared"),
+        ({}, ["HMMA.16816.F32"], "has no QGMMA"),
+        ({}, ["QGMMA.64x8x32", "STL [R1]", "LDL R2"], "has 1 STL"),
+        ({}, ["QGMMA.64x8x32", "F2FP.F16.E4M3.UNPACK_B R1"], "UNPACK_B"),
+    ],
+)
+def test_the_audit_names_what_is_wrong(use: dict[str, int], ops: list[str], complaint: str) -> None:
+    found = {"REG": 96, "SHARED": 0, "STACK": 0, "LOCAL": 0, **use}
+    facts = facts_of_a_kernel() | {"registers": found["REG"]}
+    problems = audit.check_kernel("sm90a", "stream_w2_n8_bf16", facts, found, ops)
+    assert any(complaint in problem for problem in problems)
+    good = {"REG": 96, "SHARED": 0, "STACK": 0, "LOCAL": 0}
+    fine = audit.check_kernel(
+        "sm90a", "stream_w2_n8_bf16", facts_of_a_kernel(), good, ["QGMMA.64x8x32"]
+    )
+    assert fine == []
+
+
+def copy_of_cubins(to: Path) -> Path:
+    shutil.copytree(build.CUBINS, to)
+    return to
+
+
+def test_a_damaged_cubin_is_refused(tmp_path: Path) -> None:
+    root = copy_of_cubins(tmp_path / "cubins")
+    path = root / "sm90a" / "bandwidth.cubin"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    with pytest.raises(CubinError, match="damaged"):
+        cubin.verified("bandwidth", "sm90a", root)
+    path.unlink()
+    with pytest.raises(CubinError, match="absent"):
+        cubin.verified("bandwidth", "sm90a", root)
+
+
+@needs_disassembler
+def test_a_stale_source_fails_the_audit(tmp_path: Path) -> None:
+    root = copy_of_cubins(tmp_path / "cubins")
+    changed = manifest()
+    changed["cubins"]["sm90a/bandwidth"]["source_sha256"] = "0" * 64
+    (root / "MANIFEST.json").write_text(json.dumps(changed))
+    assert any("sm90a/bandwidth" in problem for problem in audit.audit(root))
+
+
+def test_a_missing_tool_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(tools.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(CubinError, match="pip install nvidia-cuda-cuobjdump"):
+        tools.find_tool("cuobjdump")
+
+
+def test_the_source_hash_covers_included_headers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(build.CSRC, tmp_path / "csrc")
+    monkeypatch.setattr(build, "CSRC", tmp_path / "csrc")
+    before = {name: build.source_hash(name) for name in build.sources()}
+    header = tmp_path / "csrc" / "codec.cuh"
+    header.write_text(header.read_text() + "// changed\n")
+    after = {name: build.source_hash(name) for name in build.sources()}
+    assert before["stream_gemm"] != after["stream_gemm"]
+    assert before["bandwidth"] == after["bandwidth"]

@@ -1,0 +1,285 @@
+"""The streaming GEMM, executed in emulation for both matrix back ends, against float64."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from torch import Tensor
+
+from moet.kernels import layout
+from moet.kernels.layout import ExpertRows, Mxfp4Rows, W2Rows
+from moet.kernels.moe import ExpertTable, expert_mixture
+from moet.kernels.stream_experts import ExpertPool, Work, combine, plan, quantise
+from moet.kernels.stream_gemm import StreamLinear, Workspace
+from tests.kernels import emulation
+from tests.kernels.emulation import Emulator
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+@pytest.fixture(scope="module", params=[90, 120])
+def launcher(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+    folder = tmp_path_factory.mktemp("emulation")
+    return emulation.build(("stream_gemm", "moe"), request.param, folder, num_sms=3)
+
+
+def activations(t: int, k: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """e4m3 bytes in MMA order, scales, and the values they stand for (float64)."""
+    rng = torch.Generator().manual_seed(seed)
+    q = torch.randn(t, k, generator=rng).mul(60).to(torch.float8_e4m3fn)
+    scale = 2.0 ** torch.randint(-4, 4, (t, -(-k // 128)), generator=rng).float()
+    values = q.double() * scale.double().repeat_interleave(128, 1)[:, :k]
+    return layout.to_mma_order(q.view(torch.uint8)).contiguous(), scale, values
+
+
+def pool(
+    format: ExpertRows, num_experts: int, seed: int, spread: int = 9
+) -> tuple[ExpertPool, list[tuple[Tensor, Tensor, Tensor]]]:
+    rng = torch.Generator().manual_seed(seed)
+    d, i = format.hidden_size, format.moe_intermediate_size
+
+    def matrix(n: int, k: int) -> tuple[Tensor, Tensor]:
+        codes = torch.randint(0, len(format.levels), (n, k), dtype=torch.uint8, generator=rng)
+        scales = torch.randint(120 - spread, 120, (n, k // 32), dtype=torch.uint8, generator=rng)
+        return codes, scales
+
+    rows = [format.pack(matrix(i, d), matrix(i, d), matrix(d, i)) for _ in range(num_experts)]
+    bases = torch.stack([format.row_base(row) for row in rows])
+    return ExpertPool(format, torch.stack(rows), bases), [format.unpack(row) for row in rows]
+
+
+def work_for(ids: Tensor, rows: int) -> Work:
+    """What the plan kernel makes of ids [T, top_k]: slots are expert ids."""
+    flat = ids.flatten()
+    entries: list[list[int]] = []
+    pairs: list[int] = []
+    for expert in sorted(set(flat.tolist())):
+        places = torch.nonzero(flat == expert).flatten().tolist()
+        for start in range(0, len(places), rows):
+            entries.append([expert, expert, len(pairs), len(places[start : start + rows])])
+            pairs += places[start : start + rows]
+    as_int = lambda x: torch.tensor(x, dtype=torch.int32)  # noqa: E731
+    return Work(as_int(entries).view(-1, 4), as_int([len(entries)]), as_int(pairs))
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+ERROR = torch.zeros(1, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("kind", [W2Rows, Mxfp4Rows])
+@pytest.mark.parametrize(("d", "i"), [(256, 64), (160, 96), (512, 2048)])
+def test_experts_match_float64(launcher: Emulator, kind: type[ExpertRows], d: int, i: int) -> None:
+    if i == 2048 and kind is Mxfp4Rows:
+        d = 64
+    format = kind(d, i)
+    experts, values = pool(format, 3, d + i)
+    x_q, x_scale, x = activations(4, d, 1)
+    ids = torch.tensor([[2, 0], [2, 1], [2, 0], [0, 2]])
+    weight = torch.rand(8)
+    work = work_for(ids, 8)
+    error = ERROR.clone()
+    limit = float(x.abs().mean() * 20)
+    h = experts.gate_up(
+        launcher, x_q, x_scale, work, top_k=2, pair_weight=weight, limit=limit, error=error
+    )
+    h.nan_to_num_(nan=float("inf"))
+    for pair, expert in enumerate(ids.flatten().tolist()):
+        w1, w3, _ = (w.double() for w in values[expert])
+        gate = (w1 @ x[pair // 2]).clamp(max=limit)
+        up = (w3 @ x[pair // 2]).clamp(-limit, limit)
+        expected = torch.nn.functional.silu(gate) * up * weight[pair]
+        assert relative(h[pair], expected) < 2**-7
+    h = torch.randn(h.shape).bfloat16()
+    y = experts.down(launcher, h, work, error=error)
+    for pair, expert in enumerate(ids.flatten().tolist()):
+        q, scale = quantised(h[pair])
+        assert relative(y[pair], values[expert][2].double() @ (q * scale)) < 2**-8
+    assert int(error) == 0
+
+
+def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The recipe's e4m3 values and scales of a row, one scale per 128, as float64 [K]."""
+    scales = []
+    for group in x.float().split(128):
+        scales += [2.0 ** torch.ceil(torch.log2(group.abs().max().clamp(min=1e-4) / 448))] * len(
+            group
+        )
+    scale = torch.stack(scales)
+    return (x.float() / scale).to(torch.float8_e4m3fn).double(), scale.double()
+
+
+@pytest.mark.parametrize(("n", "k", "t"), [(64, 256, 1), (24, 1024, 9), (130, 416, 3)])
+def test_fp8_linear_matches_float64(launcher: Emulator, n: int, k: int, t: int) -> None:
+    rng = torch.Generator().manual_seed(n)
+    w = torch.randn(n, k, generator=rng).to(torch.float8_e4m3fn)
+    scale = 2.0 ** torch.randint(-3, 3, (-(-n // 128), -(-k // 128)), generator=rng).float()
+    linear = StreamLinear.fp8(w, scale)
+    full = scale.double().repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
+    x_q, x_scale, x = activations(t, k, n)
+    space = Workspace.allocate("cpu", 8 * t * n, 64)
+    for rows in (8, 16):
+        y = linear(launcher, x_q, x_scale, error=ERROR, workspace=space, rows=rows)
+        assert y.shape == (t, n)
+        assert relative(y, x @ (w.double() * full).T) < 2**-8
+        assert not space.counters.any()
+    x_bf16 = torch.randn(t, k, generator=rng).bfloat16()
+    values = torch.stack([a * b for a, b in map(quantised, x_bf16)])
+    y = linear(launcher, x_bf16, None, error=ERROR, workspace=space)
+    assert relative(y, values @ (w.double() * full).T) < 2**-8
+
+
+def test_bf16_linear_matches_float64(launcher: Emulator) -> None:
+    w, x = torch.randn(72, 1024).bfloat16(), torch.randn(3, 1024).bfloat16()
+    linear = StreamLinear.bf16(w)
+    space = Workspace.allocate("cpu", 8 * 3 * 72, 64)
+    y = linear(launcher, x, None, error=ERROR, workspace=space, output="f32")
+    assert relative(y, x.double() @ w.double().T) < 2**-20
+
+
+def test_a_row_does_not_depend_on_its_batch(launcher: Emulator) -> None:
+    experts, _ = pool(W2Rows(256, 64), 1, 5)
+    x_q, x_scale, _ = activations(11, 256, 2)
+    run = lambda q, s, rows: experts.gate_up(  # noqa: E731
+        launcher,
+        q,
+        s,
+        work_for(torch.zeros(len(q), 1, dtype=torch.int64), rows),
+        top_k=1,
+        pair_weight=None,
+        limit=1e9,
+        error=ERROR,
+        rows=rows,
+    )
+    together = run(x_q, x_scale, 8)
+    assert torch.equal(together, run(x_q, x_scale, 16))
+    for t in (0, 7, 10):
+        assert torch.equal(together[t : t + 1], run(x_q[t : t + 1], x_scale[t : t + 1], 8))
+
+
+def test_a_block_below_its_rows_range_stays_negligible(launcher: Emulator) -> None:
+    """Scales of one row may span every exponent: blocks far below the largest vanish."""
+    experts, values = pool(W2Rows(256, 64), 1, 6, spread=110)
+    x_q, x_scale, x = activations(1, 256, 3)
+    h = experts.gate_up(
+        launcher,
+        x_q,
+        x_scale,
+        work_for(torch.zeros(1, 1, dtype=torch.int64), 8),
+        top_k=1,
+        pair_weight=None,
+        limit=1e30,
+        error=ERROR,
+    )
+    w1, w3, _ = (w.double() for w in values[0])
+    expected = torch.nn.functional.silu(w1 @ x[0]) * (w3 @ x[0])
+    assert relative(h[0], expected) < 2**-7
+
+
+def test_an_invalid_slot_sets_the_error_word_and_the_rows_are_nan(launcher: Emulator) -> None:
+    experts, _ = pool(W2Rows(128, 64), 1, 7)
+    x_q, x_scale, _ = activations(1, 128, 4)
+    work = work_for(torch.tensor([[0, 0]]), 1)
+    work.entries[1, 0] = 5
+    error = ERROR.clone()
+    h = experts.gate_up(
+        launcher, x_q, x_scale, work, top_k=2, pair_weight=None, limit=10.0, error=error
+    )
+    assert int(error) == 1
+    assert h[0].isfinite().all()
+    assert h[1].isnan().all()
+
+
+def test_no_rows_and_no_entries_are_no_work(launcher: Emulator) -> None:
+    experts, _ = pool(W2Rows(128, 64), 1, 8)
+    x_q, x_scale, _ = activations(0, 128, 4)
+    work = Work(torch.zeros(4, 4, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), ERROR)
+    h = experts.gate_up(
+        launcher, x_q, x_scale, work, top_k=2, pair_weight=None, limit=10.0, error=ERROR
+    )
+    assert h.shape == (0, 64)
+
+
+def test_quantise_is_the_recipe(launcher: Emulator) -> None:
+    x = (torch.randn(5, 416) * torch.logspace(-6, 3, 5)[:, None]).bfloat16()
+    x[3, 128:256] = 0
+    q, scale = quantise(launcher, x)
+    for row in range(5):
+        values, scales = quantised(x[row])
+        expected = values.float().to(torch.float8_e4m3fn).view(torch.uint8)
+        assert torch.equal(q[row], layout.to_mma_order(expected))
+        assert torch.equal(scale[row].double(), scales[::128])
+
+
+def test_plan_covers_every_pair_once_in_order(launcher: Emulator) -> None:
+    rng = torch.Generator().manual_seed(9)
+    ids = torch.randint(0, 13, (40, 3), generator=rng)
+    slot_of = torch.randperm(13, generator=rng)
+    error = ERROR.clone()
+    work = plan(launcher, ids, slot_of, error=error, rows=8)
+    n = int(work.num_entries)
+    seen: list[int] = []
+    for slot, expert, first, count in work.entries[:n].tolist():
+        assert 1 <= count <= 8
+        assert slot == slot_of[expert]
+        places = work.pairs[first : first + count].tolist()
+        assert all(ids.flatten()[p] == expert for p in places)
+        seen += places
+    assert sorted(seen) == list(range(120))
+    assert seen == torch.argsort(ids.flatten(), stable=True).tolist()
+    assert n == sum(-(-int(c) // 8) for c in ids.flatten().bincount())
+    assert int(error) == 0
+
+
+def test_combine_sums_choices_in_order(launcher: Emulator) -> None:
+    parts, weights = torch.randn(12, 66).bfloat16(), torch.rand(4, 3)
+    shared = torch.randn(4, 66).bfloat16()
+    out = combine(launcher, parts, top_k=3, weights=weights, shared=shared)
+    weighted = parts.float().view(4, 3, 66) * weights[..., None]
+    expected = weighted[:, 0] + weighted[:, 1] + weighted[:, 2] + shared.float()
+    assert torch.equal(out, expected)
+    plain = combine(launcher, parts, top_k=3, dtype=torch.bfloat16)
+    each = parts.float().view(4, 3, 66)
+    assert torch.equal(plain, (each[:, 0] + each[:, 1] + each[:, 2]).bfloat16())
+
+
+@pytest.mark.parametrize("weigh_output", [False, True])
+def test_mixture_matches_the_reference_op(launcher: Emulator, weigh_output: bool) -> None:
+    experts, _ = pool(W2Rows(256, 128), 5, 11, spread=4)
+    slot_of = torch.tensor([3, 1, 4, 0, 2])
+    rng = torch.Generator().manual_seed(1)
+    x = torch.randn(3, 256, generator=rng).bfloat16() * 16
+    ids = torch.stack([torch.randperm(5, generator=rng)[:2] for _ in range(3)])
+    weights, error = torch.rand(3, 2, generator=rng), ERROR.clone()
+    bases = torch.empty_like(experts.bases)
+    bases[torch.arange(5)] = experts.bases[slot_of]  # bases are by expert, rows by slot
+    placed = ExpertPool(experts.format, experts.rows, bases)
+    found = placed.mixture(
+        launcher,
+        x,
+        ids,
+        weights,
+        slot_of,
+        limit=10.0,
+        error=error,
+        weigh_output=weigh_output,
+    )
+    expected = expert_mixture(
+        x,
+        ids,
+        weights,
+        ExpertTable(experts.format, experts.rows, slot_of),
+        limit=10.0,
+        round_activations=True,
+        weigh_output=weigh_output,
+    )
+    assert relative(found, expected.double()) < expert_mixture.tolerance
+    assert int(error) == 0
+    slot_of[ids[1, 1]] = -1
+    lost = placed.mixture(launcher, x, ids, weights, slot_of, limit=10.0, error=error)
+    assert int(error) == 1
+    assert lost[1].isnan().all()
