@@ -20,13 +20,14 @@ import msgspec
 
 from moet.config import CacheConfig, EngineConfig, ModelSettings, SchedulerConfig
 from moet.errors import MoetError, OverloadedError, RequestError
+from moet.runtime.grammar_compiler import check_grammar
 from moet.runtime.host import Core, Host, HostState, Progress, ThreadHost
 from moet.runtime.metrics import CoreInfo, CoreStats
 from moet.runtime.output import Choice, Completion, Output, TextAssembler
 from moet.runtime.process import ProcessHost
 from moet.runtime.sampling_params import validate_params
 from moet.runtime.text_side import TextSide, model_folder
-from moet.types import FinishReason, Request, SamplingParams, TokenEvent
+from moet.types import FinishReason, GrammarSpec, Request, SamplingParams, TokenEvent
 
 logger = logging.getLogger(__name__)
 
@@ -176,12 +177,13 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         n: int = 1,
+        grammar: GrammarSpec | None = None,
     ) -> list[Completion]:
         """Answer every prompt; returns them in order, each with n choices.
 
-        Raises RequestError for a bad prompt or parameter, MoetError if a request fails.
+        Raises RequestError for a bad prompt, parameter or grammar, MoetError if a request fails.
         """
-        requests = self._many(prompts, params, n)
+        requests = self._many(prompts, params, n, grammar)
         inbox: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
         merge = _Merge(self, requests, inbox.put, None)
         choices = [Choice(index=i % n) for i in range(len(requests))]
@@ -205,9 +207,15 @@ class Engine:
             merge.close()
         return completions
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Output]:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        grammar: GrammarSpec | None = None,
+    ) -> Iterator[Output]:
         """Answer one prompt, increment by increment. Closing the iterator stops the request."""
-        requests = self.requests(self.encode(prompt), params or self.text.defaults)
+        requests = self._many([prompt], params, 1, grammar)
         inbox: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
         merge = _Merge(self, requests, inbox.put, None)
         try:
@@ -222,10 +230,15 @@ class Engine:
             merge.close()
 
     async def agenerate(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, n: int = 1
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        n: int = 1,
+        grammar: GrammarSpec | None = None,
     ) -> Completion:
         """Answer one prompt with n choices. Cancelling the call stops the requests."""
-        requests = self.requests(self.encode(prompt), params or self.text.defaults, n=n)
+        requests = self._many([prompt], params, n, grammar)
         completion = Completion(
             prompt_token_ids=requests[0].prompt_token_ids,
             choices=[Choice(index=index) for index in range(n)],
@@ -237,10 +250,14 @@ class Engine:
         return completion
 
     async def astream(
-        self, prompt: Prompt, params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        grammar: GrammarSpec | None = None,
     ) -> AsyncIterator[Output]:
         """Answer one prompt, increment by increment. Closing the iterator stops the request."""
-        requests = self.requests(self.encode(prompt), params or self.text.defaults)
+        requests = self._many([prompt], params, 1, grammar)
         async with await self.open(requests) as generation:
             async for output in generation:
                 output.raise_if_failed()
@@ -270,6 +287,7 @@ class Engine:
         n: int = 1,
         priority: int = 0,
         cache_salt: str = "",
+        grammar: GrammarSpec | None = None,
     ) -> list[Request]:
         """Make n requests of a prompt, sample by sample; parameters are checked here.
 
@@ -281,6 +299,8 @@ class Engine:
             raise RequestError(f"n is {n}; it must be from 1 to {MAX_N}", param="n")
         info = self.info
         validate_params(params, info.vocab_size, info.max_model_len)
+        if grammar is not None:
+            check_grammar(grammar)
         room = info.max_model_len - len(prompt_token_ids)
         if params.max_tokens is not None and 1 <= room < params.max_tokens:
             params = msgspec.structs.replace(params, max_tokens=room)
@@ -293,6 +313,7 @@ class Engine:
                 eos_token_ids=self.text.tokenizer.eos_token_ids,
                 priority=priority,
                 cache_salt=cache_salt,
+                grammar=grammar,
             )
             for index in range(n)
         ]
@@ -323,14 +344,18 @@ class Engine:
     # Routing of events
 
     def _many(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None, n: int
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | None,
+        n: int,
+        grammar: GrammarSpec | None,
     ) -> list[Request]:
         each = _prompt_list(prompts)
         params = params or self.text.defaults
         return [
             request
             for prompt in each
-            for request in self.requests(self.encode(prompt), params, n=n)
+            for request in self.requests(self.encode(prompt), params, n=n, grammar=grammar)
         ]
 
     def _submit(self, request: Request, route: _Route) -> Future[None]:

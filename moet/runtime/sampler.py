@@ -33,9 +33,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moet.runtime.grammar import allowed
+from moet.runtime.sampling_params import MAX_THINK_ENDS
 from moet.types import SamplingParams, ThinkingBudget, TokenLogprobs
-
-MAX_THINK_ENDS = 3  # tokens that end thinking beside the forced one
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TypeGuard
 
 from moet.errors import RequestError
-from moet.types import SamplingParams
+from moet.types import SamplingParams, ThinkingBudget
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 100.0
@@ -15,6 +15,7 @@ MIN_TEMPERATURE = 1e-4  # anything lower, but for 0, would only be greedy with r
 MAX_STOP_STRINGS = 64
 MAX_STOP_BYTES = 1024
 MAX_STOP_TOKEN_IDS = 1024
+MAX_THINK_ENDS = 3  # tokens that end thinking beside the forced one
 
 
 def validate_params(params: SamplingParams, vocab_size: int, max_model_len: int) -> None:
@@ -28,6 +29,8 @@ def validate_params(params: SamplingParams, vocab_size: int, max_model_len: int)
     _check_ids(params, vocab_size)
     _check_lengths(params, max_model_len)
     _check_stop(params)
+    if params.thinking is not None:
+        _check_thinking(params.thinking, vocab_size)
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(params, name) is not None:
             _integer(params, name, 0, MAX_LOGPROBS)
@@ -96,6 +99,17 @@ def _check_stop(params: SamplingParams) -> None:
         if num_bytes > MAX_STOP_BYTES:
             message = f"stop holds a string of {num_bytes} bytes; the limit is {MAX_STOP_BYTES}"
             raise RequestError(message, param="stop")
+
+
+def _check_thinking(budget: ThinkingBudget, vocab_size: int) -> None:
+    if budget.max_tokens < 0:
+        message = f"thinking_token_budget is {budget.max_tokens}; it must be at least 0"
+        raise RequestError(message, param="thinking_token_budget")
+    ends = (budget.end_token_id, *budget.other_end_token_ids)
+    _token_ids("thinking", (budget.start_token_id, *ends), vocab_size)
+    if len(ends) > 1 + MAX_THINK_ENDS:
+        message = f"thinking has {len(ends)} end tokens; the limit is {1 + MAX_THINK_ENDS}"
+        raise RequestError(message, param="thinking")
 
 
 def _number(params: SamplingParams, name: str, low: float, high: float) -> float:
