@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from moet.kernels.nvfp4 import E2M1_VALUES
+
 LAYOUT_VERSION = 1
 ALIGNMENT_BYTES = 4096  # of every part of an expert row, so that any part can be read from disk
 ROW_TILE = 64  # rows that one warpgroup works on
@@ -338,9 +340,6 @@ class W2Rows(ExpertRows):
         return unpack_w2_plane(plane, n, k)
 
 
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-
 @dataclass(frozen=True, slots=True)
 class Mxfp4Rows(ExpertRows):
     """FP4 experts as shipped: e2m1 codes (sign in bit 3) times a power of two per 32 inputs."""
@@ -348,7 +347,7 @@ class Mxfp4Rows(ExpertRows):
     name: ClassVar[str] = "mxfp4"
     code_bits: ClassVar[int] = 4
     exponent_span: ClassVar[int] = 27
-    levels: ClassVar[tuple[float, ...]] = (*_E2M1, *(-value for value in _E2M1))
+    levels: ClassVar[tuple[float, ...]] = E2M1_VALUES
 
     def _pack_plane(self, codes: Tensor) -> Tensor:
         return pack_e2m1_plane(codes)

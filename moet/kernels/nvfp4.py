@@ -17,6 +17,7 @@ E4M3_MAX = 448.0
 MIN_BLOCK_SCALE = 2.0**-9  # smallest e4m3 above zero: a block of zeros keeps a usable scale
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_VALUES = (*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES))  # by code
 # A magnitude belongs to the code that counts the borders below it. A border itself goes to the
 # neighbour with an even code (round to nearest even), so every other border is inclusive.
 _BORDERS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True))
@@ -37,10 +38,7 @@ def encode_e2m1(x: Tensor) -> Tensor:
 
 def decode_e2m1(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """codes: uint8 0..15, any shape. Returns their values in dtype, exact in every float type."""
-    table = torch.tensor(
-        [*_MAGNITUDES, *(-m for m in _MAGNITUDES)], dtype=dtype, device=codes.device
-    )
-    return table[codes.long()]
+    return torch.tensor(E2M1_VALUES, dtype=dtype, device=codes.device)[codes.long()]
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from moet.errors import CheckpointError
+from moet.kernels import nvfp4
+from moet.kernels.nvfp4 import E4M3_MAX, decode_e2m1
 
-E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-E2M1_VALUES = E2M1_MAGNITUDES + tuple(-m for m in E2M1_MAGNITUDES)  # by nibble; bit 3 is the sign
-E4M3_MAX = 448.0
 E8M0_BIAS = 127
 E8M0_NAN = 255
 FP8_BLOCK = 128  # an fp8 scale covers 128 x 128 weights
@@ -67,36 +66,21 @@ def encode_e4m3(x: Tensor) -> Tensor:
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
-def decode_e2m1(nibbles: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Values of e2m1 codes 0..15 in uint8; code 8 is -0."""
-    return torch.tensor(E2M1_VALUES, dtype=dtype)[nibbles.to(torch.int64)]
-
-
 def encode_e2m1(x: Tensor) -> Tensor:
-    """Round to e2m1, ties to even, clamped at 6; the sign bit is kept, of zeros too. uint8 0..15.
-
-    NaN has no code and is refused.
-    """
+    """As nvfp4.encode_e2m1, but NaN, which has no code, is refused."""
     if bool(x.isnan().any()):
         raise CheckpointError("NaN cannot be stored as e2m1")
-    magnitude = x.abs()
-    code = torch.zeros(x.shape, dtype=torch.uint8)
-    for idx, midpoint in enumerate(_E2M1_MIDPOINTS):
-        # Code idx + 1 is even for odd idx, and a tie goes to the even code.
-        code += (magnitude >= midpoint) if idx % 2 else (magnitude > midpoint)
-    return code + x.signbit().to(torch.uint8) * 8
+    return nvfp4.encode_e2m1(x)
 
 
 def pack_nibbles(nibbles: Tensor) -> Tensor:
     """[..., K] codes 0..15 -> [..., K/2] int8; the even index is the low nibble. K is even."""
-    low, high = torch.unflatten(nibbles.to(torch.uint8), -1, (-1, 2)).unbind(-1)
-    return (low | (high << 4)).view(torch.int8)
+    return nvfp4.pack_nibbles(nibbles.to(torch.uint8)).view(torch.int8)
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:
     """[..., K/2] int8 or uint8 -> [..., K] uint8 codes 0..15, the low nibble first."""
-    raw = packed.view(torch.uint8)
-    return torch.stack((raw & 15, raw >> 4), dim=-1).flatten(-2)
+    return nvfp4.unpack_nibbles(packed.view(torch.uint8))
 
 
 def dequantize_mxfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moet.errors import CheckpointError
+from moet.kernels.nvfp4 import E2M1_VALUES
 from moet.models.formats import (
-    E2M1_VALUES,
     E8M0_BIAS,
     E8M0_NAN,
     FP4_BLOCK,
