@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from moet.kernels.layout import ExpertRows, Mxfp4Rows, Quantised, W2Rows
 from moet.kernels.moe import ExpertTable, expert_mixture
 from moet.kernels.nvfp4 import nvfp4_dequantize, nvfp4_quantize, unpack_nibbles
 from moet.kernels.nvfp4_rows import Nvfp4Rows
@@ -57,24 +58,45 @@ def test_p24_gate_and_up_keep_their_own_global_scale() -> None:
     assert 0.5 < gate.std() < 2.0
 
 
+def constant(rows: ExpertRows, value: float, n: int, k: int) -> Quantised:
+    """Codes and scales of a matrix that holds one value everywhere."""
+    code = rows.levels.index(value)
+    one = 0x38 if isinstance(rows, Nvfp4Rows) else 127  # 1.0 in e4m3, in e8m0
+    scales = torch.full((n, k // rows.scale_block), one, dtype=torch.uint8)
+    return torch.full((n, k), code, dtype=torch.uint8), scales
+
+
 @pytest.mark.bug("S13")
-@pytest.mark.parametrize(("gate_code", "up_code"), [(0, 2), (10, 2)])
-def test_s13_the_gate_half_goes_through_the_silu(gate_code: int, up_code: int) -> None:
-    rows = Nvfp4Rows(64, 32)
-    one = 0x38  # 1.0 in e4m3
-
-    def constant(code: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        scales = torch.full((n, k // 16), one, dtype=torch.uint8)
-        return torch.full((n, k), code, dtype=torch.uint8), scales
-
-    gate, up, down = constant(gate_code, 32, 64), constant(up_code, 32, 64), constant(2, 64, 32)
-    row = rows.pack_scaled(gate, up, down, torch.ones(3))
-    table = ExpertTable(rows, row.unsqueeze(0), torch.zeros(1, dtype=torch.int64))
+@pytest.mark.parametrize("rows", [W2Rows(64, 32), Mxfp4Rows(64, 32), Nvfp4Rows(64, 32)])
+def test_s13_the_gate_half_goes_through_the_silu(rows: ExpertRows) -> None:
+    gate, up, down = (
+        constant(rows, value, n, k)
+        for value, n, k in ((-1.0, 32, 64), (1.0, 32, 64), (1.0, 64, 32))
+    )
+    packed = (
+        rows.pack_scaled(gate, up, down, torch.ones(3))
+        if isinstance(rows, Nvfp4Rows)
+        else rows.pack(gate, up, down)
+    )
+    table = ExpertTable(rows, packed.unsqueeze(0), torch.zeros(1, dtype=torch.int64))
     ids, weights = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1)
     out = expert_mixture(
         torch.ones(1, 64), ids, weights, table, limit=None, round_activations=False
     )
     assert out.abs().max() < 1e-20  # silu(-64) * 64; halves swapped would give -64 * 64 * 32
+
+
+@pytest.mark.bug("S13")
+def test_s13_a_gate_of_zeros_gives_zero() -> None:
+    rows = Nvfp4Rows(64, 32)
+    gate, up, down = (
+        constant(rows, 0.0, 32, 64),
+        constant(rows, 2.0, 32, 64),
+        constant(rows, 1.0, 64, 32),
+    )
+    w1, w3, _ = rows.unpack(rows.pack_scaled(gate, up, down, torch.ones(3)))
+    assert w1.eq(0).all()
+    assert w3.eq(2).all()
 
 
 def test_wrong_global_scales_are_refused() -> None:
