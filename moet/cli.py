@@ -60,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
     _generate(_command(commands, "generate", "continue prompts"))
     _convert(_command(commands, "convert", "turn a checkpoint into a pack"))
     _make(_command(commands, "make-checkpoint", "write a synthetic checkpoint"))
+    _plan(_command(commands, "plan", "say what fits on which cards, and how fast it will be"))
     doctor_parser = _command(commands, "doctor", "report on this machine")
     doctor_parser.add_argument("--json", action="store_true", help="as one JSON object")
     _command(commands, "version", "print the version")
@@ -117,6 +118,8 @@ def _engine_flags(made: argparse.ArgumentParser) -> None:
                        help="prompt and answer together, such as 32k")  # fmt: skip
     steps.add_argument("--max-num-seqs", type=int, default=32)
     steps.add_argument("--max-num-batched-tokens", type=num_tokens, default=2048)
+    steps.add_argument("--prefill-share", type=float, default=0.5, metavar="SHARE",
+                       help="of its rate a long prompt may cost a decoding request")  # fmt: skip
     steps.add_argument("--max-num-queued-reqs", type=int, default=1024)
     steps.add_argument("--max-num-queued-tokens", type=num_tokens, default=4_000_000)
     steps.add_argument("--overlap", "--async-scheduling", action=argparse.BooleanOptionalAction,
@@ -176,6 +179,36 @@ def _convert(made: argparse.ArgumentParser) -> None:
     made.add_argument("--dense-dtype", choices=["keep", "fp8", "bf16"], default="keep",
                       help="GLM-5.2: linears outside of routed experts; fp8 is block-128, made "
                       "at conversion, with the error of each tensor in report.json")  # fmt: skip
+
+
+def _plan(made: argparse.ArgumentParser) -> None:
+    made.add_argument(
+        "model", nargs="?", default=None, metavar="MODEL",
+        help="deepseek-v4-flash, glm-5.2, or a checkpoint or pack folder",
+    )  # fmt: skip
+    made.add_argument("--recipes", action="store_true",
+                      help="print docs/recipes.md: one command per model and card set")  # fmt: skip
+    made.add_argument("--json", action="store_true", help="as one JSON object")
+    machine = made.add_argument_group("machine")
+    machine.add_argument("--gpu", default="rtx-5090", metavar="NAME[xN]",
+                         help="rtx-5090, rtx-pro-6000 or h200, x2 or x4 (default: %(default)s)")  # fmt: skip
+    machine.add_argument("--ram", type=float, default=None, metavar="GIB",
+                         help="host memory (default: this machine's)")  # fmt: skip
+    machine.add_argument("--gpu-memory", type=num_bytes, default=None, metavar="SIZE",
+                         help="what may be used of each card, such as 30GiB")  # fmt: skip
+    model = made.add_argument_group("model")
+    model.add_argument("--flavour", default=None, help="of a named model, as in make-checkpoint")
+    model.add_argument("--precision", choices=["w2", "fp4"], default="w2")
+    model.add_argument("--dense-dtype", choices=["keep", "fp8", "bf16"], default=None,
+                       help="GLM-5.2: linears outside of routed experts")  # fmt: skip
+    model.add_argument("--kv-cache-dtype", choices=["fp8", "nvfp4", "bf16"], default="fp8")
+    model.add_argument("--spec-tokens", type=int, default=2, help="drafted per step; 0: none")
+    steps = made.add_argument_group("steps")
+    steps.add_argument("--max-model-len", type=num_tokens, default=None, metavar="TOKENS",
+                       help="default: what fits; 128 Ki where a window costs expert slots")  # fmt: skip
+    steps.add_argument("--max-num-seqs", type=int, default=4)
+    steps.add_argument("--max-num-batched-tokens", type=num_tokens, default=8192)
+    steps.add_argument("--kv-cache-memory", type=num_bytes, default=None, metavar="SIZE")
 
 
 def _make(made: argparse.ArgumentParser) -> None:

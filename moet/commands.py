@@ -132,6 +132,42 @@ def make_checkpoint(args: argparse.Namespace) -> int:
     return 0
 
 
+def plan(args: argparse.Namespace) -> int:
+    """Say what fits on which cards, and how fast it will be."""
+    import psutil
+
+    from moet.plan import make_report, recipes, show
+    from moet.runtime.hardware import GIB, hardware
+    from moet.runtime.memory import PlanSettings
+
+    if args.recipes:
+        print(recipes(), end="")
+        return 0
+    if args.model is None:
+        raise ConfigError("plan needs a MODEL, or --recipes")
+    ram = psutil.virtual_memory().total if args.ram is None else int(args.ram * GIB)
+    report = make_report(
+        args.model,
+        hardware(args.gpu, host_bytes=ram, memory_bytes=args.gpu_memory),
+        PlanSettings(
+            precision=args.precision,
+            max_model_len=args.max_model_len,
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            kv_cache_bytes=args.kv_cache_memory,
+        ),
+        kv_dtype=args.kv_cache_dtype,
+        dense_dtype=args.dense_dtype,
+        num_spec_tokens=args.spec_tokens,
+        flavour=args.flavour,
+    )
+    if args.json:
+        print(msgspec.json.encode(report.to_dict()).decode())
+    else:
+        show(report, Console())
+    return 0
+
+
 def doctor(args: argparse.Namespace) -> int:
     """Report on this machine; exit code 1 if something will keep moet from serving."""
     from moet.doctor import report
@@ -169,6 +205,7 @@ COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "generate": generate,
     "convert": convert,
     "make-checkpoint": make_checkpoint,
+    "plan": plan,
     "doctor": doctor,
     "version": version,
 }
@@ -202,6 +239,7 @@ def _engine(
         scheduler=SchedulerConfig(
             max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens,
+            prefill_share=args.prefill_share,
             max_model_len=args.max_model_len,
             max_queued_requests=args.max_num_queued_reqs,
             max_queued_tokens=args.max_num_queued_tokens,

@@ -54,6 +54,7 @@ class SchedulerConfig:
 
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 2048  # rows of one step
+    prefill_share: float = 0.5  # of their rate that prefills may cost decoding sequences; 1: all
     max_model_len: int | None = None  # None: what the model and the pages allow
     max_queued_requests: int = 1024
     max_queued_tokens: int = 4_000_000
@@ -65,6 +66,10 @@ class SchedulerConfig:
             value = getattr(self, name)
             flag = "--" + name.replace("_", "-")
             _require(value >= 1, f"{flag} is {value}; it must be at least 1")
+        _require(
+            0 < self.prefill_share <= 1,
+            f"--prefill-share is {self.prefill_share}; it must be above 0 and at most 1",
+        )
         _require(
             self.max_num_batched_tokens >= self.max_num_seqs,
             f"--max-num-batched-tokens {self.max_num_batched_tokens} is below --max-num-seqs "

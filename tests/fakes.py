@@ -190,6 +190,7 @@ def make_core(
         prefix_cache=prefix_cache,  # type: ignore[arg-type]
     )
     scheduler.setdefault("overlap", False)
+    scheduler.setdefault("prefill_share", 1.0)  # no chunk depends on measured time
     return EngineCore(
         model,
         NoExperts(),

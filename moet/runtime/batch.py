@@ -107,10 +107,14 @@ class Row:
 
 @dataclass(slots=True)
 class Batch:
-    """Commands first, in order, then one forward pass over the rows (which may be none)."""
+    """Commands first, in order, then one forward pass over the rows (which may be none).
+
+    The first num_decoding rows are those of sequences that decode.
+    """
 
     commands: list[Command]
     rows: list[Row]
+    num_decoding: int = 0
 
     @property
     def num_tokens(self) -> int:

@@ -4,7 +4,9 @@ Every running sequence that decodes has a row in every step; prefills share what
 step's rows, in rank order, and new sequences come last. A sequence is placed with pages for all of
 its tokens; while it decodes, pages for two steps are there before a step is made. When pages run
 out, the sequence of the highest rank (lowest priority, latest arrival) leaves the device. Since any
-one sequence fits the pool alone, the one of the lowest rank always goes on: no deadlock.
+one sequence fits the pool alone, the one of the lowest rank always goes on: no deadlock. Sequences
+also leave for a waiting one of better priority, which they can never send away in turn: nobody goes
+to and fro.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from moet.config import SchedulerConfig
 from moet.errors import CapacityError
 from moet.runtime.batch import Batch, Row, StepResult
 from moet.runtime.metrics import Counters
+from moet.runtime.pace import PrefillPace
 from moet.runtime.sequence import Sequence, Status
 from moet.runtime.sequence_memory import SequenceMemory
 from moet.types import FinishReason, TokenEvent, TokenLogprobs
@@ -31,12 +34,14 @@ class Scheduler:
         self.config = config
         self.memory = memory
         self.counters = counters
+        self.pace = PrefillPace(config.prefill_share)
         self.sequences: dict[str, Sequence] = {}  # every unfinished one
         self.running: list[Sequence] = []  # by rank
         self.num_new = 0  # waiting and never placed
         self.num_new_tokens = 0
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # heap by rank
         self._blocked: tuple[int, int] | None = None  # who found no room, after how many releases
+        self._stuck: tuple[int, int] | None = None  # for whom nobody's leaving would make room
         self._events: list[TokenEvent] = []
 
     @property
@@ -58,20 +63,27 @@ class Scheduler:
     def schedule(self) -> Batch | None:
         """Decide the next step; None if there is nothing to do before a step in flight is read."""
         rows: list[Row] = []
+        if self._waiting and self.pace.debt_s == 0:
+            self._give_way()
         num_preemptions = self.counters.num_preemptions
         for seq in tuple(self.running):
             if seq.is_decoding and seq.status is Status.RUNNING and self._make_room(seq):
                 rows.append(self._row(seq, seq.num_computed + 1))
         num_decoding = len(rows)
         budget = self.config.max_num_batched_tokens - num_decoding
+        if num_decoding < len(self.running) or self._waiting:
+            budget = self.pace.rows(num_decoding, budget)
+        may_admit = self.counters.num_preemptions == num_preemptions
         if len(self.running) > num_decoding:
-            for seq in self.running:
+            for seq in tuple(self.running):
                 if budget > 0 and seq.is_prefilling:
-                    budget -= self._prefill(seq, budget, rows, num_decoding)
-        if self._waiting and self.counters.num_preemptions == num_preemptions:
-            self._admit(budget, rows, num_decoding)
+                    if may_admit:
+                        budget = self._admit(budget, rows, num_decoding, seq.request.priority)
+                    budget -= self._prefill(seq, budget, rows, num_decoding) if budget > 0 else 0
+        if may_admit:
+            self._admit(budget, rows, num_decoding, None)
         commands = self.memory.take_commands()
-        return Batch(commands, rows) if rows or commands else None
+        return Batch(commands, rows, num_decoding) if rows or commands else None
 
     def commit(self, batch: Batch, result: StepResult) -> list[TokenEvent]:
         """Apply what a step made: tokens, finished sequences, pages for the prefix cache.
@@ -79,6 +91,9 @@ class Scheduler:
         Rows of sequences that have ended since are discarded.
         """
         events = self.take_events()
+        if batch.rows and not result.failed:
+            num_prefill_rows = batch.num_tokens - batch.num_decoding
+            self.pace.observe(batch.num_decoding, num_prefill_rows, result.device_s)
         now = perf_counter()
         page_size = self.memory.page_size
         for i, row in enumerate(batch.rows):
@@ -153,16 +168,44 @@ class Scheduler:
             self.counters.num_recomputed += 1
         heapq.heappush(self._waiting, (seq.rank, seq))
 
-    def _admit(self, budget: int, rows: list[Row], num_decoding: int) -> None:
-        """Start waiting sequences in rank order while rows, slots and pages last."""
+    def _give_way(self) -> None:
+        """Preempt sequences of worse priority if that makes room for the first one waiting."""
+        first = self._waiting[0][1]
+        worse = [s for s in self.running if s.request.priority > first.request.priority]
+        if not worse or first.num_pending or self._stuck == self._state_of(first):
+            return
+        num_tokens = self._tokens_to_place(first)
+        for num_leaving in range(len(worse) + 1):
+            leaving = worse[len(worse) - num_leaving :]
+            if self.memory.has_room(first, num_tokens, leaving):
+                for seq in reversed(leaving):
+                    self._preempt(seq)
+                return
+        self._stuck = self._state_of(first)
+
+    def _state_of(self, seq: Sequence) -> tuple[int, int]:
+        """Changes whenever an attempt to place the sequence may have another outcome."""
+        return seq.arrival, self.memory.num_releases
+
+    def _tokens_to_place(self, seq: Sequence) -> int:
+        return min(seq.num_scheduled + LOOKAHEAD_TOKENS, seq.max_len)
+
+    def _admit(
+        self, budget: int, rows: list[Row], num_decoding: int, better_than: int | None
+    ) -> int:
+        """Start waiting sequences in rank order while rows, slots and pages last.
+
+        better_than: only those of better priority than this. Returns the rows that are left.
+        """
         while budget > 0 and self._waiting:
             seq = self._waiting[0][1]
-            if self._blocked == (seq.arrival, self.memory.num_releases):
-                return
-            assert seq.num_pending == 0
-            if not self.memory.place(seq, min(seq.num_scheduled + LOOKAHEAD_TOKENS, seq.max_len)):
-                self._blocked = (seq.arrival, self.memory.num_releases)
-                return
+            if better_than is not None and seq.request.priority >= better_than:
+                return budget
+            if self._blocked == self._state_of(seq) or seq.num_pending:  # or moved out just now
+                return budget
+            if not self.memory.place(seq, self._tokens_to_place(seq)):
+                self._blocked = self._state_of(seq)
+                return budget
             heapq.heappop(self._waiting)
             seq.status = Status.RUNNING
             insort(self.running, seq, key=lambda other: other.rank)
@@ -173,6 +216,7 @@ class Scheduler:
                 self.counters.prompt_tokens += seq.prompt_len
             num_rows = self._prefill(seq, budget, rows, num_decoding)
             budget -= num_rows if num_rows > 0 else budget
+        return budget
 
     def _leave_queue(self, seq: Sequence) -> None:
         seq.was_placed = True

@@ -7,6 +7,7 @@ here can be given away at once: its last use is already on its way.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Literal
 
@@ -94,6 +95,19 @@ class SequenceMemory:
         else:
             self._start_at(seq, hit)
         return True
+
+    def has_room(self, seq: Sequence, num_tokens: int, leaving: list[Sequence]) -> bool:
+        """Whether `place` would succeed once the sequences in `leaving` have left the device."""
+        if not self._free_slots and not leaving:
+            return False
+        hit = Hit([], None) if seq.is_on_host else self._match(seq)
+        held = Counter(page for other in leaving for page in other.pages)
+        pool = self.cache.pool
+        num_freed = sum(pool.ref_count(p) - self.cache.owns(p) == n for p, n in held.items())
+        needed = self.num_pages_for(num_tokens) - len(hit.pages)
+        enough = needed <= self.cache.num_available + num_freed
+        self.cache.release(hit.pages)
+        return enough
 
     def grow(self, seq: Sequence, num_tokens: int) -> None:
         """Make sure that a placed sequence has pages for num_tokens.

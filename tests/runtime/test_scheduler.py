@@ -1,5 +1,7 @@
 """Scheduler: who gets rows, where chunks end, who waits and who has to leave."""
 
+import pytest
+
 from moet.types import FinishReason, TokenEvent
 from tests.fakes import FakeModel, drain, expected_greedy, make_core, request, run, tokens_of
 
@@ -165,3 +167,108 @@ def test_prompt_logprobs_take_a_page_of_rows_a_step() -> None:
     core = make_core(model)
     run(core, [request(n, [1] * 10, max_tokens=0, prompt_logprobs=0) for n in "ab"])
     assert max(len(inputs.logits_indices) for inputs in model.inputs) == 4
+
+
+def _start(core: object, *requests: object) -> None:
+    for one in requests:
+        core.submit(one)  # type: ignore[attr-defined]
+    for _ in range(3):
+        core.step()  # type: ignore[attr-defined]
+
+
+def _running(core: object) -> list[str]:
+    return [seq.request.request_id for seq in core._scheduler.running]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    "scarce", [{"max_num_seqs": 2}, {"num_pages": 11}, {"num_pages": 11, "num_host_blocks": 0}]
+)
+def test_a_better_priority_takes_the_place_of_a_worse_one(
+    scarce: dict[str, int], overlap: bool
+) -> None:
+    model = FakeModel()
+    options = {"max_model_len": 40, "prefix_cache": "off", "overlap": overlap, **scarce}
+    core = make_core(model, **options)
+    lazy = [request(n, [ord(n)] * 14, max_tokens=20, priority=1) for n in ("\x01", "\x02")]
+    _start(core, *lazy)
+    assert _running(core) == ["\x01", "\x02"]
+    core.submit(request("urgent", [3] * 14, max_tokens=20))
+    core.step()
+    assert _running(core) == ["urgent", "\x01"]  # in the very next step, and the last one left
+    events = drain(core)
+    for name, token in (("urgent", 3), ("\x01", 1), ("\x02", 2)):
+        expected = expected_greedy([token] * 14, 20, model)
+        assert (tokens_of(events[name]))[-10:] == expected[-10:]
+    assert core.stats().finished["length"] == 3
+    core.shutdown()
+
+
+def test_nobody_leaves_in_vain_or_for_an_equal() -> None:
+    core = make_core(num_pages=20, max_num_seqs=4, prefix_cache="off", max_model_len=80)
+    same = request("same", [1] * 40, max_tokens=20, priority=1)
+    _start(core, same, request("worse", [2] * 20, max_tokens=10, priority=2))
+    core.submit(request("equal", [3] * 20, max_tokens=2, priority=2))
+    core.submit(request("large", [4] * 70, max_tokens=2, priority=1))
+    core.step()
+    assert _running(core) == ["same", "worse"]  # without "same", too, "large" would not fit
+    assert core.stats().num_preemptions == 0
+    drain(core)
+
+
+def test_a_stream_of_better_requests_moves_each_worse_one_once() -> None:
+    model = FakeModel()
+    core = make_core(model, max_num_seqs=2, prefix_cache="off")
+    lazy = [request(n, [7] * 6, max_tokens=30, priority=1) for n in ("l0", "l1")]
+    _start(core, *lazy)
+    for n in range(12):  # two of them always wait or run
+        core.submit(request(f"u{n}", [n] * 5, max_tokens=6))
+        for _ in range(3):
+            core.step()
+            core.check()
+    urgent_first = list(drain(core))
+    assert core.stats().num_preemptions == 2
+    assert urgent_first[-1] in ("l0", "l1")
+    assert core.stats().finished["length"] == 14
+
+
+def test_a_better_prompt_does_not_wait_for_a_long_worse_one() -> None:
+    model = FakeModel()
+    core = make_core(model, max_num_batched_tokens=32, prefix_cache="off")
+    core.submit(request("long", [1] * 300, max_tokens=1, priority=1))
+    core.step()
+    core.submit(request("urgent", [2] * 8, max_tokens=1))
+    assert [event.request_id for event in core.step()] == ["urgent"]
+    assert model.batches[-1] == (8, 24)
+    drain(core)
+
+
+def test_prefills_leave_decoding_users_their_share() -> None:
+    """With steps of a scripted length: two rows of prefill take as long as decoding."""
+    core = make_core(
+        model := FakeModel(max_position_embeddings=4096),
+        num_pages=2000,
+        max_num_batched_tokens=256,
+        prefill_share=0.2,
+        prefix_cache="off",
+    )
+    run, total_s = core._runner.run, 0.0
+
+    def timed(batch: object) -> object:
+        nonlocal total_s
+        result = run(batch)  # type: ignore[arg-type]
+        result.device_s = 1.0 + 0.02 * (batch.num_tokens - batch.num_decoding)  # type: ignore[attr-defined]
+        total_s += result.device_s
+        return result
+
+    core._runner.run = timed  # type: ignore[method-assign, assignment]
+    core.submit(request("user", [1] * 4, max_tokens=100))
+    core.step()
+    core.submit(request("long", [2] * 700, max_tokens=1))
+    total_s, tokens = 0.0, 0
+    while "long" in core._scheduler.sequences:
+        tokens += sum(event.request_id == "user" for event in core.step())
+    assert tokens >= 0.8 * total_s - 6  # one chunk of 255 rows is on credit
+    assert tokens <= 0.9 * total_s
+    assert max(map(sum, model.batches)) > 200
+    drain(core)

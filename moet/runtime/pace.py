@@ -1,0 +1,66 @@
+"""How many rows of prefill a step may carry beside decoding sequences. Numbers in, numbers out.
+
+A sequence that decodes gets a token per step, so whatever lengthens a step slows it down. Sizes and
+timing of chunks never show in a result, so the measured times that decide here may vary freely.
+"""
+
+from __future__ import annotations
+
+MIN_ROWS = 256  # a smaller chunk reads as many weights, so it saves little time
+SMOOTHING = 0.2  # weight of the newest measurement
+
+
+class PrefillPace:
+    """Keeps what prefills take from decoding sequences under a share of their rate.
+
+    If a step of the decoding sequences alone takes d seconds, steps with prefills beside them may
+    take d / (1 - share) on average. Chunks are sized to that by the measured time of a row. What
+    steps cost beyond it is a debt, and while there is one no step carries prefills; so the share
+    holds whatever a chunk turns out to cost. share 1 limits nothing.
+    """
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self.debt_s = 0.0
+        self._alone_s: dict[int, float] = {}  # by size class of the decoding batch
+        self._row_s: float | None = None
+
+    def rows(self, num_decoding: int, budget: int) -> int:
+        """Rows of prefill that the next step may carry, at most budget."""
+        if self.share >= 1 or num_decoding == 0:
+            return budget
+        alone_s = self._alone_s.get(num_decoding.bit_length())
+        if alone_s is None or self.debt_s > 0:
+            return 0  # a step without prefills is measured, or pays
+        if self._row_s is None:
+            return min(budget, MIN_ROWS)
+        affordable = self._allowance(alone_s) / max(self._row_s, 1e-9)
+        return min(budget, max(MIN_ROWS, int(affordable)))
+
+    def observe(self, num_decoding: int, num_prefill_rows: int, seconds: float) -> None:
+        """Take the measured time of a step."""
+        if self.share >= 1:
+            return
+        if num_decoding == 0:
+            self.debt_s = 0.0
+            return
+        size = num_decoding.bit_length()
+        if num_prefill_rows == 0:
+            self._alone_s[size] = _smooth(self._alone_s.get(size), seconds)
+        alone_s = self._alone_s.get(size)
+        if alone_s is None:  # the batch has grown since the step was made
+            return
+        extra_s = seconds - alone_s
+        if num_prefill_rows:
+            self._row_s = _smooth(self._row_s, max(extra_s, 0.0) / num_prefill_rows)
+        else:
+            extra_s = 0.0
+        self.debt_s = max(0.0, self.debt_s + extra_s - self._allowance(alone_s))
+
+    def _allowance(self, alone_s: float) -> float:
+        """Seconds that a step may take beyond its decoding."""
+        return alone_s * self.share / (1 - self.share)
+
+
+def _smooth(old: float | None, new: float) -> float:
+    return new if old is None else old + SMOOTHING * (new - old)

@@ -1,0 +1,70 @@
+"""PrefillPace: the share holds for any cost of a chunk, and prefills go on."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moet.runtime.pace import MIN_ROWS, PrefillPace
+
+
+def _simulate(
+    pace: PrefillPace, *, alone_s: float, fixed_s: float, row_s: float, num_steps: int = 600
+) -> tuple[float, int]:
+    """Time of the steps and rows of prefill done, with a prefill that never ends."""
+    total_s, done = 0.0, 0
+    for _ in range(num_steps):
+        rows = pace.rows(4, 2048)
+        seconds = alone_s + (fixed_s + rows * row_s if rows else 0.0)
+        pace.observe(4, rows, seconds)
+        total_s += seconds
+        done += rows
+    return total_s, done
+
+
+@given(
+    share=st.floats(0.05, 0.95),
+    fixed=st.floats(0, 4),
+    row=st.floats(1e-5, 1e-2),
+)
+def test_the_share_holds_and_prefills_go_on(share: float, fixed: float, row: float) -> None:
+    total_s, done = _simulate(PrefillPace(share), alone_s=1.0, fixed_s=fixed, row_s=row)
+    largest = fixed + 2048 * row  # the last chunk may not be paid for yet
+    assert total_s <= 600 / (1 - share) + largest + 1e-6
+    spent = total_s - 600
+    assert spent >= min(600 * share / (1 - share), 600 * (fixed + MIN_ROWS * row)) * 0.5 - largest
+    assert done > 0
+
+
+def test_chunks_are_sized_to_what_a_step_may_cost() -> None:
+    pace = PrefillPace(0.5)
+    assert pace.rows(3, 2048) == 0  # measured alone first
+    pace.observe(3, 0, 0.010)
+    assert pace.rows(3, 2048) == MIN_ROWS
+    pace.observe(3, 256, 0.010 + 256 * 1e-5)
+    assert pace.rows(3, 2048) == pytest.approx(1000, abs=2)
+    assert pace.rows(3, 500) == 500
+    assert pace.rows(40, 2048) == 0  # of that many nothing is known yet
+
+
+def test_a_costly_chunk_is_paid_for_first() -> None:
+    pace = PrefillPace(0.5)
+    pace.observe(1, 0, 0.010)
+    pace.observe(1, 256, 0.060)
+    assert pace.debt_s == pytest.approx(0.040)
+    for _ in range(4):
+        assert pace.rows(1, 2048) == 0
+        pace.observe(1, 0, 0.010)
+    assert pace.rows(1, 2048) == MIN_ROWS
+
+
+def test_nobody_to_slow_down_means_no_limit() -> None:
+    pace = PrefillPace(0.1)
+    assert pace.rows(0, 2048) == 2048
+    pace.observe(1, 0, 0.010)
+    pace.observe(1, 2048, 5.0)
+    assert pace.rows(1, 2048) == 0
+    pace.observe(0, 2048, 5.0)  # the decoding ones are gone, and their claim with them
+    assert pace.rows(1, 2048) > 0
+    free = PrefillPace(1.0)
+    free.observe(1, 2048, 5.0)
+    assert free.rows(1, 2048) == 2048
