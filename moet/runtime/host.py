@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from itertools import count
 from typing import Any, Literal, Protocol
 
-from moet.errors import EngineDeadError
+from moet.errors import EngineDeadError, MoetError
 from moet.runtime.messages import (
     Abort,
     Accepted,
@@ -74,6 +74,8 @@ def run_core(build: Build, inbox: Inbox, emit: Callable[[Message], None]) -> Non
     try:
         core = build(lambda stage, done: emit(Loading(stage, done)))
     except Exception as error:
+        if not isinstance(error, MoetError):
+            logger.exception("the core cannot be built")
         emit(Failed(ErrorInfo.of(error)))
         return
     try:

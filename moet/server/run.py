@@ -65,6 +65,7 @@ class Service:
                 self.app,
                 log_config=None,
                 access_log=False,
+                lifespan="off",
                 server_header=False,
                 timeout_graceful_shutdown=1,
             ),
