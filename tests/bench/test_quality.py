@@ -1,0 +1,43 @@
+"""How answers are scored."""
+
+from __future__ import annotations
+
+import random
+
+from bench.quality import Question, follows_schema, held_out, is_right, needles, said
+from bench.train_demo.data import records, sums, tools
+from bench.train_demo.data.sample import draw
+from tests.bench.demo_rig import renderer
+
+
+def test_the_wanted_answer_is_right_and_another_is_not() -> None:
+    source, rng = renderer("deepseek-v4"), random.Random(1)
+    ends = source.tokenizer.eos_token_ids
+    for generate in (sums.problem, tools.call, records.record):
+        sample = draw(generate, rng, held_out=True)
+        question = Question(sample, source.render(sample, thinking=True), True)
+        wanted = said(source.tokenizer, question.rendered.completion, ends)
+        assert is_right(question, wanted, wanted)
+        assert not is_right(question, "something else", wanted)
+
+
+def test_reasoning_and_end_tokens_are_not_part_of_what_is_said() -> None:
+    source = renderer("glm")
+    ids = source.tokenizer.encode("<think>a</think>b<|user|>", allow_special=True)
+    assert said(source.tokenizer, ids, source.tokenizer.eos_token_ids) == "b<|user|>"
+    assert said(source.tokenizer, ids, (ids[-1],)) == "b"
+
+
+def test_a_valid_object_need_not_be_the_right_one() -> None:
+    sample = draw(records.record, random.Random(2), held_out=True)
+    wrong = sample.expect.replace("e", "o", 1)
+    assert follows_schema(sample, sample.expect)
+    assert not follows_schema(sample, wrong + "}")
+    assert not follows_schema(sample, "{}")
+
+
+def test_questions_are_distinct_and_held_out() -> None:
+    asked = list(held_out(sums.bare, renderer("glm"), 5, seed=3))
+    assert len({question.sample.key for question in asked}) == 5
+    assert all(question.sample.held_out for question in asked)
+    assert all(q.sample.held_out for q in needles(renderer("glm"), 60, 3, seed=3))
