@@ -11,18 +11,24 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from moet.config import ModelSettings, Precision
 from moet.errors import CheckpointError
+from moet.kernels.moe import ExpertTable, F32Experts
 from moet.kernels.nvfp4 import nvfp4_dequantize
 from moet.kernels.nvfp4_rows import Nvfp4Rows
+from moet.models import load_model
 from moet.models.checkpoint import Checkpoint
 from moet.models.convert import convert
 from moet.models.convert_plan import ConvertOptions
 from moet.models.formats import dequantize_fp8_block, dequantize_mxfp4, quantize_mxfp4
 from moet.models.glm_moe_dsa_config import Flavour
 from moet.models.glm_moe_dsa_tensors import tensor_inventory
+from moet.models.moe import ResidentExperts
 from moet.models.pack import Pack
 from moet.models.synthetic import write_checkpoint
 from moet.models.w2 import quantize_w2_values
+from moet.runtime.experts.store import ResidentExpertStore
+from tests.models.hash_weights import Rig, dirty_kv, run_chunks
 
 FLAVOURS: tuple[Flavour, ...] = get_args(Flavour)
 OPTIONS = ConvertOptions(num_workers=1)
@@ -190,6 +196,42 @@ def test_fp8_linears_can_be_made_bf16(
     exact = dequantize_fp8_block(checkpoint.load(name), checkpoint.load(name + "_scale_inv"))
     assert torch.equal(pack.load(name), exact.bfloat16())
     assert not [n for n in pack.names() if n.endswith("_scale_inv")]
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_a_pack_runs_as_its_checkpoint_says(
+    flavour: Flavour, checkpoints: dict[Flavour, Checkpoint], packs: dict[Flavour, Pack]
+) -> None:
+    checkpoint, pack = checkpoints[flavour], packs[flavour]
+    model = load_model(pack.config, pack, ModelSettings(rounding="none"), "fp32")
+    token_ids = [(37 * i + 11) % 500 for i in range(80)]  # past index_topk
+    direct = run_chunks(Rig(model, wide_experts(checkpoint), dirty_kv(model)), token_ids, [])
+    assert 0.5 < direct.abs().mean() < 1.5
+    tiers = {}
+    for tier in get_args(Precision):
+        rig = Rig(model, ResidentExpertStore(pack, tier), dirty_kv(model))
+        tiers[tier] = run_chunks(rig, token_ids, [])
+        similarity = torch.cosine_similarity(tiers[tier], direct, dim=-1).mean()
+        assert similarity > (0.5 if tier == "w2" else 0.9)
+    if flavour == "nvfp4":
+        assert torch.equal(tiers["fp4"], direct)
+    assert not torch.equal(tiers["w2"], direct)
+
+
+def wide_experts(checkpoint: Checkpoint) -> ResidentExperts:
+    """The decoder's experts in fp32, from the checkpoint and not from a pack."""
+    experts = checkpoint.experts
+    form = F32Experts(experts.hidden_size, experts.moe_intermediate_size)
+    tables = {}
+    for layer_idx in experts.layers[:-1]:
+        rows = []
+        for expert_id in range(experts.num_experts):
+            names = experts.matrices(experts.row(layer_idx, expert_id))
+            gate, up, down = (expert_values(checkpoint, name).float() for name in names)
+            rows.append(form.pack(gate, up, down))
+        slots = torch.arange(experts.num_experts)
+        tables[layer_idx] = ExpertTable(form, torch.stack(rows), slots)
+    return ResidentExperts(tables)
 
 
 def rewrite(folder: Path, shard: str, change: dict[str, torch.Tensor | None]) -> None:
