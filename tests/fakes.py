@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moet.config import CacheConfig, SchedulerConfig
+from moet.errors import CapacityError
 from moet.kernels.moe import ExpertTable
 from moet.models.base import ForwardInput, KVCacheSpec, KVGroup, KVTensors, ModelOutput
 from moet.runtime.core import EngineCore
@@ -41,7 +42,9 @@ class FakeModel:
     Each position leaves a value in two paged layers; each full page a value made from a ring of the
     page's own length; each value depends on the last `window - 1` ones through a resumable ring.
     Every entry is stored with its position, so reading a wrong, stale or moved one changes the
-    tokens. `nan_token` as the last token of a row makes its logits NaN; `fault` may raise.
+    tokens. `nan_token` as the last token of a row makes its logits NaN; `fault` may raise. A pass
+    over more rows than there is `room` for, or with the `unroomy_token`, raises CapacityError when
+    most of its state is written.
     """
 
     def __init__(
@@ -54,6 +57,8 @@ class FakeModel:
         resumable: bool = True,
         nan_token: int | None = None,
         fault: Callable[[ForwardInput], None] = lambda inputs: None,
+        room: Callable[[int], bool] = lambda num_rows: True,
+        unroomy_token: int | None = None,
     ) -> None:
         self.vocab_size = vocab_size
         self.page_size = page_size
@@ -62,6 +67,9 @@ class FakeModel:
         self.resumable = resumable
         self.nan_token = nan_token
         self.fault = fault
+        self.room = room
+        self.unroomy_token = unroomy_token
+        self.num_refused = 0
         self.batches: list[tuple[int, ...]] = []  # rows of each sequence, per step
         self.inputs: list[ForwardInput] = []
 
@@ -91,6 +99,9 @@ class FakeModel:
             for row in range(first, last):
                 token, position = int(inputs.token_ids[row]), int(inputs.positions[row])
                 digests.append(self._row(state, slot, pages, token, position))
+        if not self.room(len(digests)) or self.unroomy_token in inputs.token_ids.tolist():
+            self.num_refused += 1
+            raise CapacityError(f"no room for {len(digests)} rows")
         wanted = inputs.logits_indices.tolist()
         assert wanted == sorted(set(wanted))
         logits = np.zeros((len(wanted), self.vocab_size), dtype=np.float32)

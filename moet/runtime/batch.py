@@ -7,7 +7,7 @@ a decode row whose token is still being sampled says so, and takes it from the d
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -104,6 +104,33 @@ class Row:
     def end(self) -> int:
         return self.start + self.num_tokens
 
+    def halves(self) -> tuple[Row, Row]:
+        """The same rows (at least two) in two parts; what follows the last one stays with it."""
+        assert self.token_ids is not None
+        middle = self.start + self.num_tokens // 2
+        num_tokens = middle - self.start
+        num_targets = max(0, middle - self.first_logprob) if self.first_logprob >= 0 else 0
+        front, back = self.targets[:num_targets], self.targets[num_targets:]
+        first = replace(
+            self,
+            num_tokens=num_tokens,
+            token_ids=self.token_ids[:num_tokens],
+            sample=False,
+            first_logprob=self.first_logprob if front else -1,
+            targets=front,
+            snapshot=None,
+            mask=None,
+        )
+        second = replace(
+            self,
+            start=middle,
+            num_tokens=self.num_tokens - num_tokens,
+            token_ids=self.token_ids[num_tokens:],
+            first_logprob=max(self.first_logprob, middle) if back else -1,
+            targets=back,
+        )
+        return first, second
+
 
 @dataclass(slots=True)
 class Batch:
@@ -134,6 +161,7 @@ class StepResult:
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
     num_corrupted: int = 0  # rows among the errors whose logits were not numbers
+    num_splits: int = 0  # forward passes made in halves, as their experts did not fit together
     failed: bool = False  # the step itself
     device_s: float = 0.0
 

@@ -211,6 +211,7 @@ class EngineCore:
             num_rejected=counters.num_rejected,
             num_corrupted=counters.num_corrupted,
             num_failed_steps=counters.num_failed_steps,
+            num_split_steps=counters.num_split_steps,
             finished=dict(counters.finished),
             step_time_s=counters.step_time_s.stats(),
             step_tokens=counters.step_tokens.stats(),
@@ -273,6 +274,7 @@ class EngineCore:
             counters.step_tokens.observe(batch.num_tokens)
             counters.num_corrupted += result.num_corrupted
             counters.num_failed_steps += result.failed
+            counters.num_split_steps += result.num_splits > 0
         events = self._scheduler.commit(batch, result)
         if not self.has_work:
             self._scheduler.memory.check_idle()

@@ -95,6 +95,17 @@ class KVCache:
         """Put kept rings into a sequence slot."""
         self._scatter(self._resumable, slot, self._snapshots[snapshot])
 
+    def copy_rings(self, slots: Sequence[int]) -> list[Tensor]:
+        """All ring state of some sequence slots, on the device."""
+        if not slots:
+            return []
+        return [self.tensors[g.name][:, list(slots)] for g in self._rings]
+
+    def put_rings(self, slots: Sequence[int], rings: Sequence[Tensor]) -> None:
+        """Put back what copy_rings made of the same slots."""
+        for group, ring in zip(self._rings, rings, strict=False):
+            self.tensors[group.name][:, list(slots)] = ring
+
     def _gather(self, groups: list[KVGroup], slot: int) -> Tensor:
         parts = [self.tensors[g.name][:, slot].reshape(-1).cpu() for g in groups]
         return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.uint8)

@@ -86,6 +86,7 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     num_rejected: int  # by admission limits
     num_corrupted: int  # requests ended by logits that are not numbers
     num_failed_steps: int
+    num_split_steps: int  # whose experts were not resident together
     finished: dict[str, int]  # by FinishReason
     step_time_s: HistogramStats  # of the device part
     step_tokens: HistogramStats
@@ -112,6 +113,7 @@ class Counters:
     num_rejected: int = 0
     num_corrupted: int = 0
     num_failed_steps: int = 0
+    num_split_steps: int = 0
     finished: dict[str, int] = field(
         default_factory=lambda: {reason.value: 0 for reason in FinishReason}
     )

@@ -9,6 +9,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from moet.errors import CapacityError
 from moet.models.base import ExpertProvider, Model
 from moet.runtime.batch import (
     Admit,
@@ -117,17 +118,14 @@ class ModelRunner:
 
     def _forward(self, rows: list[Row], indices: list[int], result: StepResult) -> None:
         active = rows if len(indices) == len(rows) else [rows[i] for i in indices]
-        inputs = forward_input(
-            active,
-            last_token=self.sampler.last_token,
-            page_table=self.page_table,
-            page_size=self.kv.spec.page_size,
-        )
-        logits = self.model.forward(inputs, self.kv.tensors, self.experts).logits
+        unserved: dict[int, str] = {}
+        logits = self._logits(active, unserved, result)
         at = 0  # of this row's logits
         sampled: list[int] = []  # places in `active`
         places: list[int] = []  # their rows of logits
         for i, row in enumerate(active):
+            if row.slot in unserved:
+                result.errors[indices[i]] = unserved[row.slot]
             if row.snapshot is not None:
                 self.kv.save_snapshot(row.slot, row.snapshot)
             if row.first_logprob >= 0:
@@ -141,7 +139,49 @@ class ModelRunner:
         if sampled:
             if len(places) < len(logits):
                 logits = logits[places]
-            self._sample(active, indices, sampled, logits, inputs.seq_slots, result)
+            self._sample(active, indices, sampled, logits, result)
+
+    def _logits(self, rows: list[Row], unserved: dict[int, str], result: StepResult) -> Tensor:
+        """Logits of the rows that want them, in order: [n, vocab_size].
+
+        If the experts of the rows are not resident together, the pass is made in halves, down to
+        one row; for slots put into `unserved`, with the reason, even that failed. A pass that
+        failed has spoilt the rings of longer rows, which are put back; one row may run again.
+        """
+        chunks = [row.slot for row in rows if row.num_tokens > 1]
+        rings = self.kv.copy_rings(chunks)
+        inputs = forward_input(
+            rows,
+            last_token=self.sampler.last_token,
+            page_table=self.page_table,
+            page_size=self.kv.spec.page_size,
+        )
+        try:
+            return self.model.forward(inputs, self.kv.tensors, self.experts).logits
+        except CapacityError as error:
+            message = f"the experts of a single token do not fit: {error}"
+        self.kv.put_rings(chunks, rings)
+        if len(rows) == 1 and rows[0].num_tokens == 1:
+            unserved[rows[0].slot] = message
+            return self._no_logits(rows)
+        result.num_splits += 1
+        if len(rows) > 1:
+            middle = len(rows) // 2
+            first, second = rows[:middle], rows[middle:]
+        else:
+            first, second = ([half] for half in rows[0].halves())
+        before = self._logits(first, unserved, result)
+        if len(rows) == 1 and rows[0].slot in unserved:
+            after = self._no_logits(second)
+        else:
+            after = self._logits(second, unserved, result)
+        return torch.cat([before, after])
+
+    def _no_logits(self, rows: list[Row]) -> Tensor:
+        num_wanted = sum(len(row.targets) + row.sample for row in rows)
+        return torch.zeros(
+            (num_wanted, self.model.vocab_size), device=self.sampler.last_token.device
+        )
 
     def _prompt_logprobs(self, row: Row, index: int, logits: Tensor, result: StepResult) -> None:
         if not_a_number(logits).any():
@@ -158,7 +198,6 @@ class ModelRunner:
         indices: list[int],
         sampled: list[int],
         logits: Tensor,
-        seq_slots: Tensor,
         result: StepResult,
     ) -> None:
         if math.isnan(logits.sum().item()):  # some row, most likely
@@ -167,7 +206,7 @@ class ModelRunner:
             for place in bad.nonzero()[:, 0].tolist():
                 result.errors[indices[sampled[place]]] = NAN_MESSAGE
                 result.num_corrupted += 1
-        slots = seq_slots if len(sampled) == len(active) else seq_slots[sampled]
+        slots = int64_tensor([active[i].slot for i in sampled], logits.device)
         positions = int64_tensor([active[i].end - 1 for i in sampled], logits.device)
         masks = {
             place: mask for place, i in enumerate(sampled) if (mask := active[i].mask) is not None

@@ -34,6 +34,7 @@ COUNTERS = {
     "admission_rejections": ("num_rejected", "requests refused because the queue was full"),
     "corrupted_requests": ("num_corrupted", "requests ended by logits that are not numbers"),
     "failed_steps": ("num_failed_steps", "steps that ended in a fault"),
+    "split_steps": ("num_split_steps", "steps made in parts, as their experts did not fit"),
     "engine_steps": ("num_steps", "steps"),
 }
 HISTOGRAMS = {

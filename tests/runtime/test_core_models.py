@@ -5,8 +5,12 @@ from functools import cache
 from typing import Literal
 
 import pytest
+from torch import Tensor
 
 from moet.config import CacheConfig, SchedulerConfig
+from moet.errors import CapacityError
+from moet.kernels.moe import ExpertTable
+from moet.models.base import ExpertProvider
 from moet.models.glm_moe_dsa_config import GlmMoeDsaConfig
 from moet.runtime.core import EngineCore
 from moet.types import Request, SamplingParams, TokenEvent
@@ -52,9 +56,10 @@ def _core(case: Case, num_pages: int = 80, **options: object) -> EngineCore:
     page_bytes = rig.model.kv_cache_spec().bytes_per_page
     host_blocks = options.pop("num_host_blocks", 1_000)
     mode = options.pop("prefix_cache", "off")
+    experts = options.pop("experts", rig.experts)
     return EngineCore(
         rig.model,
-        rig.experts,
+        experts,  # type: ignore[arg-type]
         cache=CacheConfig(
             budget_bytes=num_pages * page_bytes,
             host_budget_bytes=host_blocks * page_bytes,  # type: ignore[operator]
@@ -133,6 +138,33 @@ def test_preemption(case: Case, num_host_blocks: int) -> None:
     assert stats.num_preemptions > 0
     assert stats.num_recomputed == (0 if num_host_blocks else stats.num_preemptions)
     assert stats.num_used_pages == stats.num_used_host_blocks == 0
+    core.shutdown()
+
+
+class _FewSlots:
+    """Holds so many experts of a layer at once, and says so only when too many are asked for."""
+
+    def __init__(self, experts: ExpertProvider, num_slots: int) -> None:
+        self.experts = experts
+        self.num_slots = num_slots
+
+    def resolve(self, layer_idx: int, expert_ids: Tensor) -> ExpertTable:
+        num_wanted = len(expert_ids.unique())
+        if num_wanted > self.num_slots:
+            raise CapacityError(f"{num_wanted} experts wanted, {self.num_slots} slots")
+        return self.experts.resolve(layer_idx, expert_ids)
+
+
+@CASES
+def test_few_expert_slots(case: Case) -> None:
+    requests = [
+        request("a", GOLDEN_IDS[5:45], max_tokens=3, logprobs=0),
+        request("b", [42, 7], max_tokens=6, temperature=0.7, seed=6, logprobs=0),
+    ]
+    few = _FewSlots(_rig(case).experts, 8 if case == "glm deployed" else 5)
+    core = _core(case, experts=few, overlap=True)
+    assert _run(core, requests) == _run(_core(case), requests)
+    assert core.stats().num_split_steps > 0
     core.shutdown()
 
 

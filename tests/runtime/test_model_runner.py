@@ -1,11 +1,13 @@
 """ModelRunner and Batch: what a model is handed, row by row."""
 
+import pytest
 import torch
 
 from moet.runtime.batch import Row, forward_input
+from moet.runtime.core import EngineCore
 from moet.runtime.sequence import Sequence
-from moet.types import Request, SamplingParams
-from tests.fakes import FakeModel, drain, make_core, request
+from moet.types import FinishReason, Request, SamplingParams
+from tests.fakes import FakeModel, drain, expected_greedy, make_core, request, tokens_of
 
 
 def _seq(prompt: list[int]) -> Sequence:
@@ -92,3 +94,58 @@ def test_slots_of_a_step_are_distinct_and_in_range() -> None:
         slots = inputs.seq_slots.tolist()
         assert len(set(slots)) == len(slots)
         assert set(slots) <= {0, 1, 2}
+
+
+def _greedy(name: str, prompt: list[int], **params: object) -> Request:
+    return request(name, prompt, prompt_logprobs=0, logprobs=0, max_tokens=6, **params)
+
+
+SPLIT = [_greedy("a", [1, 2, 3] * 7), _greedy("b", [9] * 6), _greedy("c", [4, 5])]
+
+
+def _run_split(limit: int, overlap: bool) -> tuple[dict[str, object], EngineCore, FakeModel]:
+    """With experts for at most `limit` rows at a time, found out halfway through a pass."""
+    model = FakeModel(page_size=16, room=lambda rows: rows <= limit)
+    core = make_core(model, max_num_batched_tokens=40, overlap=overlap)
+    for one in SPLIT:
+        core.submit(one)
+    events = drain(core)
+    answers = {
+        name: (
+            tokens_of(of),
+            [e.logprobs for e in of],
+            of[0].prompt_logprobs,
+            of[-1].finish_reason,
+        )
+        for name, of in events.items()
+    }
+    core.shutdown()
+    return answers, core, model
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("limit", [1, 2, 5, 12])
+def test_a_step_whose_experts_do_not_fit_is_made_in_parts(limit: int, overlap: bool) -> None:
+    whole, core, _ = _run_split(1000, overlap)
+    assert core.stats().num_split_steps == 0
+    parts, core, model = _run_split(limit, overlap)
+    assert parts == whole
+    stats = core.stats()
+    assert stats.num_split_steps > 0
+    assert (stats.num_failed_steps, stats.finished["length"]) == (0, 3)
+    assert model.num_refused > 0
+
+
+def test_only_the_request_whose_row_cannot_run_fails() -> None:
+    """The token 63 needs more experts than there are slots, whoever else is in the step."""
+    model = FakeModel(room=lambda rows: rows <= 4, unroomy_token=63)
+    core = make_core(model, prefix_cache="off")
+    core.submit(request("bad", [1, 2, 3, 4, 5, 63, 7, 8, 9]))
+    core.submit(request("good", [2] * 9))
+    events = drain(core)
+    assert events["bad"][-1].finish_reason is FinishReason.ERROR
+    assert "experts of a single token do not fit: no room" in str(events["bad"][-1].error)
+    assert tokens_of(events["good"]) == expected_greedy([2] * 9, 8, model)
+    assert core.stats().num_failed_steps == 0
+    core.submit(request("next", [2] * 5))
+    assert tokens_of(drain(core)["next"]) == expected_greedy([2] * 5, 8, model)
