@@ -19,7 +19,8 @@ from moet.config import CacheConfig, SchedulerConfig
 from moet.errors import ConfigError, ContextLengthError, OverloadedError, RequestError
 from moet.models.base import ExpertProvider, KVCacheSpec, Model
 from moet.runtime.batch import Batch, StepResult
-from moet.runtime.grammar_compiler import CompileJob, GrammarCompiler, check_grammar
+from moet.runtime.grammar_check import check_grammar
+from moet.runtime.grammar_compiler import CompileJob, GrammarCompiler
 from moet.runtime.kv_cache import KVCache, resume_bytes
 from moet.runtime.metrics import CoreInfo, CoreStats, Counters
 from moet.runtime.model_runner import ModelRunner

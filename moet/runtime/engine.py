@@ -20,7 +20,7 @@ import msgspec
 
 from moet.config import CacheConfig, EngineConfig, ModelSettings, SchedulerConfig
 from moet.errors import MoetError, OverloadedError, RequestError
-from moet.runtime.grammar_compiler import check_grammar
+from moet.runtime.grammar_check import check_grammar
 from moet.runtime.host import Core, Host, HostState, Progress, ThreadHost
 from moet.runtime.metrics import CoreInfo, CoreStats
 from moet.runtime.output import Choice, Completion, Output, TextAssembler

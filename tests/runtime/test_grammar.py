@@ -14,7 +14,8 @@ import torch
 
 from moet.errors import RequestError
 from moet.runtime.grammar import Constraint, allowed, num_words
-from moet.runtime.grammar_compiler import CompileJob, GrammarCompiler, check_grammar, is_exotic
+from moet.runtime.grammar_check import check_grammar, is_exotic
+from moet.runtime.grammar_compiler import CompileJob, GrammarCompiler
 from moet.types import FinishReason, GrammarSpec, Request, SamplingParams, TokenEvent
 from tests.fakes import drain, tokens_of
 from tests.texts import EOS, byte_tokenizer, ids
