@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -19,6 +20,16 @@ from moet import __version__
 from moet.cli import main, num_bytes, num_tokens, parser, with_dashes
 
 ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def own_log() -> Iterator[None]:
+    """Commands set the log up; the next test gets it back as it was."""
+    root = logging.getLogger("moet")
+    kept = root.handlers[:], root.level, root.propagate
+    yield
+    root.handlers[:], root.propagate = kept[0], kept[2]
+    root.setLevel(kept[1])
 
 
 @pytest.fixture(scope="module")
