@@ -9,8 +9,7 @@ import asyncio
 import hashlib
 import logging
 import queue
-import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import count
@@ -23,11 +22,13 @@ from moet.errors import MoetError, OverloadedError, RequestError
 from moet.runtime.grammar_check import check_grammar
 from moet.runtime.host import Core, Host, HostState, Progress, ThreadHost
 from moet.runtime.metrics import CoreInfo, CoreStats
-from moet.runtime.output import Choice, Completion, Output, TextAssembler
+from moet.runtime.output import Choice, Completion, Output
 from moet.runtime.process import ProcessHost
+from moet.runtime.router import Generation as Generation
+from moet.runtime.router import Merge, Router
 from moet.runtime.sampling_params import validate_params
 from moet.runtime.text_side import TextSide, model_folder
-from moet.types import FinishReason, GrammarSpec, Request, SamplingParams, TokenEvent
+from moet.types import GrammarSpec, Request, SamplingParams, TokenEvent
 
 logger = logging.getLogger(__name__)
 
@@ -100,11 +101,10 @@ class Engine:
         self._load_text = text
         self._ready: Future[None] = Future()
         self._on_death = on_death
-        self._routes: dict[str, _Route] = {}
-        self._lock = threading.Lock()
+        self._router = Router(host)
         self._numbers = count()
         host.ready.add_done_callback(self._finish_loading)
-        host.start(self._deliver, on_death)
+        host.start(self._router.deliver, on_death)
 
     def _finish_loading(self, ready: Future[CoreInfo]) -> None:
         if ready.exception() is not None:  # the host tells of its death itself
@@ -185,7 +185,7 @@ class Engine:
         """
         requests = self._many(prompts, params, n, grammar)
         inbox: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
-        merge = _Merge(self, requests, inbox.put, None)
+        merge = Merge(self._router, self.text.tokenizer, requests, inbox.put, None)
         choices = [Choice(index=i % n) for i in range(len(requests))]
         completions = [
             Completion(prompt_token_ids=requests[i].prompt_token_ids, choices=choices[i : i + n])
@@ -217,7 +217,7 @@ class Engine:
         """Answer one prompt, increment by increment. Closing the iterator stops the request."""
         requests = self._many([prompt], params, 1, grammar)
         inbox: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
-        merge = _Merge(self, requests, inbox.put, None)
+        merge = Merge(self._router, self.text.tokenizer, requests, inbox.put, None)
         try:
             for future in merge.submit_up_to(1):
                 future.result()
@@ -269,7 +269,7 @@ class Engine:
         If one is refused the others are stopped, and its error is raised: RequestError (also
         ContextLengthError) for a prompt that cannot be served, OverloadedError for a full queue.
         """
-        generation = Generation(self, requests)
+        generation = Generation(self._router, self.text.tokenizer, requests)
         await generation.submit()
         return generation
 
@@ -318,6 +318,11 @@ class Engine:
             for index in range(n)
         ]
 
+    @property
+    def num_open(self) -> int:
+        """Requests that somebody still reads."""
+        return self._router.num_open
+
     def stats(self, timeout_s: float = 10.0) -> CoreStats:
         """The core's counters, taken between two steps."""
         return self._host.stats().result(timeout_s)
@@ -341,8 +346,6 @@ class Engine:
     ) -> None:
         self.close()
 
-    # Routing of events
-
     def _many(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -358,155 +361,12 @@ class Engine:
             for request in self.requests(self.encode(prompt), params, n=n, grammar=grammar)
         ]
 
-    def _submit(self, request: Request, route: _Route) -> Future[None]:
-        with self._lock:
-            self._routes[request.request_id] = route
-        return self._host.submit(request)
-
-    def _abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
-        with self._lock:
-            self._routes.pop(request_id, None)
-        self._host.abort(request_id, reason=reason)
-
-    def _deliver(self, events: list[TokenEvent]) -> None:
-        """Sort a step's events to their readers; one wake-up per event loop and step."""
-        per_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Route, TokenEvent]]] = {}
-        with self._lock:
-            routed = [(self._routes.get(event.request_id), event) for event in events]
-            for event in events:
-                if event.finish_reason is not None:
-                    self._routes.pop(event.request_id, None)
-        for route, event in routed:
-            if route is None:
-                continue
-            if route.loop is None:
-                route.put(event)
-            else:
-                per_loop.setdefault(route.loop, []).append((route, event))
-        for loop, batch in per_loop.items():
-            try:
-                loop.call_soon_threadsafe(_put_all, batch)
-            except RuntimeError:  # the loop is closed: nobody reads these any more
-                for _, event in batch:
-                    self._abort(event.request_id)
-
 
 def _load_core(config: EngineConfig, progress: Progress) -> Core:
     """Imports the model's side only where it runs: the caller's process needs no torch."""
     from moet.runtime.loader import load_core
 
     return load_core(config, progress)
-
-
-class _Route(msgspec.Struct, frozen=True, eq=False):
-    """Where a request's events go: called directly, or on the loop if there is one."""
-
-    put: Callable[[TokenEvent], None]
-    loop: asyncio.AbstractEventLoop | None
-
-
-def _put_all(batch: list[tuple[_Route, TokenEvent]]) -> None:
-    for route, event in batch:
-        route.put(event)
-
-
-class _Merge:
-    """Several requests of one caller: their texts, and which of them are still open."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        requests: Sequence[Request],
-        put: Callable[[TokenEvent], None],
-        loop: asyncio.AbstractEventLoop | None,
-    ) -> None:
-        self._engine = engine
-        self._route = _Route(put, loop)
-        self._waiting = iter(requests)
-        self._index = {request.request_id: i for i, request in enumerate(requests)}
-        self._open: dict[str, TextAssembler] = {}
-        self.unfinished = len(requests)
-
-    def submit_up_to(self, limit: int) -> Iterable[Future[None]]:
-        """Submit requests, in order, until `limit` are open or none is left."""
-        while len(self._open) < limit:
-            request = next(self._waiting, None)
-            if request is None:
-                return
-            self._open[request.request_id] = TextAssembler(
-                self._index[request.request_id], request, self._engine.text.tokenizer
-            )
-            yield self._engine._submit(request, self._route)
-
-    def take(self, event: TokenEvent) -> Output | None:
-        """The increment that an event makes; None if its request ended before it."""
-        assembler = self._open.get(event.request_id)
-        if assembler is None:
-            return None
-        output = assembler.push(event)
-        if output.finish_reason is not None:
-            del self._open[event.request_id]
-            self.unfinished -= 1
-            if event.finish_reason is None:  # a stop string, which the core does not know
-                self._engine._abort(event.request_id, FinishReason.STOP)
-        return output
-
-    def close(self) -> None:
-        """Stop what is still open."""
-        for request_id in self._open:
-            self._engine._abort(request_id)
-        self._open.clear()
-        self.unfinished = 0
-
-
-class Generation:
-    """The increments of several requests as they come; leaving the context stops what is left."""
-
-    def __init__(self, engine: Engine, requests: Sequence[Request]) -> None:
-        self._inbox: asyncio.Queue[TokenEvent] = asyncio.Queue()
-        self._requests = requests
-        loop = asyncio.get_running_loop()
-        self._merge = _Merge(engine, requests, self._inbox.put_nowait, loop)
-
-    async def submit(self) -> None:
-        """Hand all requests over and wait until they are queued; all or none."""
-        try:
-            futures = [
-                asyncio.wrap_future(future)
-                for future in self._merge.submit_up_to(len(self._requests))
-            ]
-            results = await asyncio.gather(*futures, return_exceptions=True)
-            for result in results:
-                if isinstance(result, BaseException):
-                    raise result
-        except BaseException:
-            self.close()
-            raise
-
-    def __aiter__(self) -> Generation:
-        return self
-
-    async def __anext__(self) -> Output:
-        while self._merge.unfinished:
-            output = self._merge.take(await self._inbox.get())
-            if output is not None:
-                return output
-        raise StopAsyncIteration
-
-    def close(self) -> None:
-        """Stop what is still open."""
-        self._merge.close()
-
-    async def __aenter__(self) -> Generation:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
