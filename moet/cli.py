@@ -149,6 +149,8 @@ def _serve(made: argparse.ArgumentParser) -> None:
     http.add_argument("--shutdown-timeout", type=float, default=30.0, metavar="SECONDS",
                       help="how long requests under way may take after SIGTERM")  # fmt: skip
     http.add_argument("--sse-keep-alive-interval", type=float, default=15.0, metavar="SECONDS")
+    http.add_argument("--max-thinking-tokens", type=num_tokens, default=None, metavar="TOKENS",
+                      help="of reasoning in an answer; a request may ask for less")  # fmt: skip
     http.add_argument("--in-process", action="store_true",
                       help="run the engine on a thread of the server's process")  # fmt: skip
     http.add_argument("--enable-auto-tool-choice", action="store_true", help=argparse.SUPPRESS)

@@ -44,6 +44,7 @@ def serve(args: argparse.Namespace) -> int:
         max_body_bytes=args.max_body_bytes,
         shutdown_timeout_s=args.shutdown_timeout,
         keep_alive_s=args.sse_keep_alive_interval,
+        max_thinking_tokens=args.max_thinking_tokens,
     )
     service = Service(
         lambda on_death: _engine(

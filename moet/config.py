@@ -99,6 +99,14 @@ class ServerConfig:
     max_body_bytes: int = 64 << 20
     shutdown_timeout_s: float = 30.0
     keep_alive_s: float = 15.0  # silence on a stream before a comment is sent
+    max_thinking_tokens: int | None = None  # of an answer, whatever the request allows
+
+    def __post_init__(self) -> None:
+        limit = self.max_thinking_tokens
+        _require(
+            limit is None or limit >= 0,
+            f"--max-thinking-tokens is {limit}; it must be at least 0",
+        )
 
 
 def cache_dir() -> Path:

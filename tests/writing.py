@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -19,6 +20,8 @@ from tests.texts import EOS, byte_tokenizer
 Wish = Callable[[list[int]], Sequence[int]]
 """All of a sequence's tokens so far -> what the model would like to go on with, best first."""
 VOCAB_SIZE = 300  # a few ids more than the tokenizer has, as real models do
+CLOSING = byte_tokenizer().encode('<"}]')  # or texts would never end
+END_TAG = byte_tokenizer().encode("</｜DSML｜", allow_special=True)
 
 
 @cache
@@ -41,7 +44,7 @@ class WritingModel:
     """
 
     vocab_size = VOCAB_SIZE
-    max_position_embeddings = 1024
+    max_position_embeddings = 4096
 
     def __init__(self, wish: Wish = lambda token_ids: (), *, page_size: int = 8) -> None:
         self.wish = wish
@@ -71,6 +74,9 @@ class WritingModel:
 
     def _logits(self, history: list[int]) -> np.ndarray:
         logits = logits_of(mix(*history), self.vocab_size)
+        logits[CLOSING] += 3.0
+        for before, then in pairwise(END_TAG):
+            logits[then] += 6.0 * (history[-1] == before)
         for rank, token_id in enumerate(self.wish(history)):
             logits[token_id] = 100.0 - rank
         return logits

@@ -44,10 +44,12 @@ def refusal(spec: GrammarSpec, reason: str) -> RequestError:
     return RequestError(f"the {name} cannot be enforced: {reason}", param=spec.param)
 
 
-# Keywords that xgrammar takes and does not enforce, and what in a pattern it overlooks.
+# Keywords that xgrammar takes and does not enforce, and what in a pattern it overlooks. A string of
+# limited length it allows to hold control characters, which is no JSON.
 _OVERLOOKED = {
     "not", "if", "then", "else", "uniqueItems", "contains", "minContains", "maxContains",
     "dependentRequired", "dependentSchemas", "dependencies", "multipleOf", "propertyNames",
+    "minLength", "maxLength",
 }  # fmt: skip
 _LOOKAROUND = re.compile(r"\(\?<?[=!]")
 
@@ -58,7 +60,7 @@ def is_exotic(spec: GrammarSpec) -> bool:
         return bool(_LOOKAROUND.search(spec.text))
     if spec.kind != "json_schema":
         return False
-    return any(map(_is_overlooked, _schemas_in(json.loads(spec.text))))
+    return any(map(_is_overlooked, schemas_in(json.loads(spec.text))))
 
 
 def _is_overlooked(schema: dict[str, Any]) -> bool:
@@ -75,20 +77,20 @@ _SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _NO_SCHEMAS = ("enum", "const", "default", "examples", "required")
 
 
-def _schemas_in(schema: object) -> Iterator[dict[str, Any]]:
+def schemas_in(schema: object) -> Iterator[dict[str, Any]]:
     """The schema and every one inside it; names of properties are not keywords."""
     if isinstance(schema, list):
         for item in schema:
-            yield from _schemas_in(item)
+            yield from schemas_in(item)
     if not isinstance(schema, dict):
         return
     yield schema
     for key, value in schema.items():
         if key in _SCHEMA_MAPS and isinstance(value, dict):
             for member in value.values():
-                yield from _schemas_in(member)
+                yield from schemas_in(member)
         elif key not in _NO_SCHEMAS:
-            yield from _schemas_in(value)
+            yield from schemas_in(value)
 
 
 def _depth(value: object) -> int:

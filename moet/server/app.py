@@ -81,7 +81,14 @@ class Api:
     async def chat(self, request: Request) -> Response:
         body = await self.bodies.read(request, ChatRequest, REFUSED_CHAT)
         model = self.model_of(body)
-        answer = await asyncio.to_thread(chat_answer, self.engine, self.form, body, model)
+        answer = await asyncio.to_thread(
+            chat_answer,
+            self.engine,
+            self.form,
+            body,
+            model,
+            max_thinking_tokens=self.config.max_thinking_tokens,
+        )
         return await self._answer(request, answer, stream=bool(body.stream))
 
     @cached_property

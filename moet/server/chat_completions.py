@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
+import msgspec
+
 from moet.errors import RequestError
 from moet.runtime.engine import Engine
 from moet.runtime.output import Output
@@ -23,15 +25,31 @@ from moet.server.chat.messages import (
 from moet.server.chat.parser import ContentDelta, Delta, OutputParser, ReasoningDelta
 from moet.server.chat_format import ChatFormat
 from moet.server.openai import ChatRequest
-from moet.types import TokenLogprobs
+from moet.server.structured import (
+    answer_grammar,
+    behind_reasoning,
+    content_grammar,
+    response_schema,
+)
+from moet.types import GrammarSpec, ThinkingBudget, TokenLogprobs
 
 T = TypeVar("T", bool, str)
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
-def chat_answer(engine: Engine, form: ChatFormat, body: ChatRequest, model: str) -> Answer:
-    """Check a request and prepare its answer. RequestError names what is wrong."""
+def chat_answer(
+    engine: Engine,
+    form: ChatFormat,
+    body: ChatRequest,
+    model: str,
+    *,
+    max_thinking_tokens: int | None = None,
+) -> Answer:
+    """Check a request and prepare its answer. RequestError names what is wrong.
+
+    max_thinking_tokens: of the server; a request may ask for less.
+    """
     body.check_shared()
     tools = parse_tools(body.tools)
     tool_choice = parse_tool_choice(body.tool_choice, tools)
@@ -43,12 +61,16 @@ def chat_answer(engine: Engine, form: ChatFormat, body: ChatRequest, model: str)
         logprobs=body.num_logprobs(),
         prompt_logprobs=body.prompt_logprobs,
     )
+    budget = thinking_budget(body, max_thinking_tokens)
+    if budget is not None:
+        params = msgspec.structs.replace(params, thinking=_forced_end(form, prompt, budget))
     requests = engine.requests(
         prompt.token_ids,
         params,
         n=1 if body.n is None else body.n,
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
+        grammar=chat_grammar(body, form, tools, tool_choice, prompt),
     )
     choices = [
         ChatChoice(body, index, prompt, form, tools, tool_choice, engine.text.tokenizer)
@@ -57,6 +79,48 @@ def chat_answer(engine: Engine, form: ChatFormat, body: ChatRequest, model: str)
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     header = Header("chatcmpl", kind, model, body.request_id)
     return Answer(engine, body, requests, choices, header, prompt_field="messages")
+
+
+def chat_grammar(
+    body: ChatRequest,
+    form: ChatFormat,
+    tools: list[Tool],
+    tool_choice: ToolChoice,
+    prompt: EncodedPrompt,
+) -> GrammarSpec | None:
+    """What the answer is held to, if anything."""
+    content = content_grammar(body.response_format, body.structured_outputs)
+    spec, from_the_start = answer_grammar(
+        content, tools, tool_choice, form.calls, only_one=body.parallel_tool_calls is False
+    )
+    if spec is None:
+        return None
+    if body.continue_final_message:
+        message = "continue_final_message cannot go with a grammar, which is for whole answers"
+        raise RequestError(message, param="continue_final_message")
+    return spec if from_the_start else behind_reasoning(spec, prompt, form.lexicon)
+
+
+def thinking_budget(body: ChatRequest, limit: int | None) -> int | None:
+    """Reasoning tokens of the answer at most: the request's number, or the server's if less."""
+    wanted = body.thinking_token_budget
+    if wanted is None:
+        wanted = (body.thinking or {}).get("budget_tokens")
+        if wanted is not None and (isinstance(wanted, bool) or not isinstance(wanted, int)):
+            message = "thinking.budget_tokens must be an integer"
+            raise RequestError(message, param="thinking.budget_tokens")
+    return min((each for each in (wanted, limit) if each is not None), default=None)
+
+
+def _forced_end(form: ChatFormat, prompt: EncodedPrompt, max_tokens: int) -> ThinkingBudget:
+    lexicon = form.lexicon
+    return ThinkingBudget(
+        max_tokens=max_tokens,
+        start_token_id=lexicon.think_id,
+        end_token_id=lexicon.end_think_id,
+        other_end_token_ids=lexicon.call_marker_ids,
+        starts_open=prompt.start == "reasoning",
+    )
 
 
 class ChatChoice:
@@ -242,7 +306,7 @@ def chat_options(body: ChatRequest, tool_choice: ToolChoice) -> ChatOptions:
         thinking=_first(switches, bool),
         reasoning_effort=effort,
         keep_reasoning=None if drop is None else not drop,
-        response_schema=_response_schema(body.response_format),
+        response_schema=response_schema(body.response_format),
         tool_choice=tool_choice,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
@@ -263,35 +327,8 @@ def _first(values: Mapping[str, object], kind: type[T]) -> T | None:
 
 
 def _thinking_type(thinking: Mapping[str, Any]) -> bool | None:
-    if thinking.get("budget_tokens") is not None:
-        message = "thinking.budget_tokens is not supported: thinking budgets do not exist yet"
-        raise RequestError(message, param="thinking.budget_tokens")
     kind = thinking.get("type")
     if kind not in (None, "enabled", "disabled", "adaptive"):
         message = "thinking.type must be enabled, disabled or adaptive"
         raise RequestError(message, param="thinking.type")
     return None if kind in (None, "adaptive") else kind == "enabled"
-
-
-def _response_schema(form: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The schema that the prompt asks for. Nothing enforces it, so `strict` is refused."""
-    kind = "text" if form is None else form.get("type")
-    if form is None or kind == "text":
-        return None
-    if kind == "json_object":
-        return {"type": "object"}
-    if kind != "json_schema":
-        message = "response_format.type must be text, json_object or json_schema"
-        raise RequestError(message, param="response_format.type")
-    described = form.get("json_schema")
-    schema = described.get("schema") if isinstance(described, dict) else None
-    if not isinstance(described, dict) or not isinstance(schema, dict):
-        message = "response_format.json_schema.schema must be a JSON schema object"
-        raise RequestError(message, param="response_format.json_schema")
-    if described.get("strict"):
-        raise RequestError(
-            "response_format.json_schema.strict is not supported: the schema is put into the "
-            "prompt, but decoding is not constrained yet; send strict: false",
-            param="response_format.json_schema.strict",
-        )
-    return schema

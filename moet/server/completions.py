@@ -17,6 +17,7 @@ from moet.server.answers import (
     prompt_logprobs,
 )
 from moet.server.openai import CompletionRequest
+from moet.server.structured import content_grammar
 from moet.types import Request, TokenLogprobs
 
 MAX_CHOICES = 1024
@@ -45,6 +46,7 @@ def _requests(engine: Engine, body: CompletionRequest) -> list[Request]:
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else body.prompt_logprobs,
     )
+    grammar = content_grammar(body.response_format, body.structured_outputs)
     return [
         request
         for prompt in prompts
@@ -54,6 +56,7 @@ def _requests(engine: Engine, body: CompletionRequest) -> list[Request]:
             n=samples,
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
+            grammar=grammar,
         )
     ]
 

@@ -17,11 +17,12 @@ from moet.types import SamplingParams
 REFUSED = {
     "best_of": "use n",
     "use_beam_search": "beam search does not exist here",
-    "guided_json": "constrained decoding does not exist yet",
-    "guided_regex": "constrained decoding does not exist yet",
-    "guided_choice": "constrained decoding does not exist yet",
-    "guided_grammar": "constrained decoding does not exist yet",
-    "structured_outputs": "constrained decoding does not exist yet",
+    "guided_json": "use structured_outputs.json",
+    "guided_regex": "use structured_outputs.regex",
+    "guided_choice": "use structured_outputs.choice",
+    "guided_grammar": "use structured_outputs.grammar",
+    "guided_decoding_backend": "the server chooses",
+    "guided_whitespace_pattern": "the server chooses",
     "bad_words": "use logit_bias",
     "truncate_prompt_tokens": "shorten the prompt",
     "logprob_token_ids": "use logprobs",
@@ -30,7 +31,6 @@ REFUSED = {
 }
 REFUSED_COMPLETION = REFUSED | {
     "suffix": "write the model's fill-in-the-middle tokens into the prompt",
-    "response_format": "constrained decoding does not exist yet",
 }
 REFUSED_CHAT = REFUSED | {
     "functions": "use tools",
@@ -40,7 +40,6 @@ REFUSED_CHAT = REFUSED | {
     "web_search_options": "the server does not search the web",
     "store": "nothing is stored",
     "chat_template": "the model's own chat format is used",
-    "thinking_token_budget": "thinking budgets do not exist yet",
     "documents": "put documents into messages",
 }
 
@@ -74,6 +73,8 @@ class SharedFields(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     prompt_logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
     return_token_ids: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
@@ -169,7 +170,7 @@ class ChatRequest(SharedFields, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    response_format: dict[str, Any] | None = None
+    thinking_token_budget: int | None = None
     reasoning_effort: str | None = None
     reasoning: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None

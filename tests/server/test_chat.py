@@ -255,16 +255,13 @@ def test_p13_reasoning_comes_back_in_under_both_names() -> None:
         assert prompt.count("R1") == 1
 
 
-def test_a_schema_is_put_into_the_prompt_and_a_guarantee_is_refused() -> None:
+def test_a_schema_is_put_into_the_prompt() -> None:
     schema = {"type": "object", "properties": {"answer": {"type": "string"}}}
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     with serving(saying("</think>{}")) as api:
         assert api.post(PATH, {**HI, "response_format": form}).status_code == 200
         assert '"answer"' in prompt_of(api.core)
         assert api.post(PATH, {**HI, "response_format": {"type": "text"}}).status_code == 200
-        form["json_schema"]["strict"] = True  # type: ignore[index]
-        error = error_of(api.post(PATH, {**HI, "response_format": form}), 400)
-        assert error["param"] == "response_format.json_schema.strict"
 
 
 @pytest.mark.bug("S19")
@@ -355,7 +352,7 @@ def test_p20_half_a_character_is_a_400_that_names_the_field(
         ({"reasoning_effort": "colossal"}, "reasoning_effort"),
         ({"reasoning": {"effort": 5}}, "reasoning.effort"),
         ({"thinking": {"type": "loud"}}, "thinking.type"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 5}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": "5"}}, "thinking.budget_tokens"),
         ({"chat_template_kwargs": {"thinking": "yes"}}, "chat_template_kwargs.thinking"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),

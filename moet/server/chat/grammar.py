@@ -80,6 +80,7 @@ class Lexicon:
     def __init__(self, grammar: Grammar, tokenizer: Tokenizer | None) -> None:
         """Raises ConfigError if the tokenizer lacks a marker."""
         self.grammar = grammar
+        self._tokenizer = tokenizer
         self._char_of: dict[int, str] = {}
         self._stand_ins: dict[str, str] = {}
         if tokenizer is not None:
@@ -97,6 +98,25 @@ class Lexicon:
             (rule.kind, re.compile(self._disguise(rule.pattern), re.DOTALL))
             for rule in grammar.rules
         ]
+
+    @property
+    def think_id(self) -> int:
+        """The token that opens reasoning. Like the others, only where there is a tokenizer."""
+        return self._id(self.grammar.think)
+
+    @property
+    def end_think_id(self) -> int:
+        """The token that ends reasoning."""
+        return self._id(self.grammar.end_think)
+
+    @property
+    def call_marker_ids(self) -> tuple[int, ...]:
+        """The tokens of calls that end reasoning, too."""
+        return tuple(map(self._id, self.grammar.call_markers))
+
+    def _id(self, marker: str) -> int:
+        assert self._tokenizer is not None
+        return self._tokenizer.control_id(marker)
 
     def read(self, piece: Piece) -> str:
         """The piece as this lexicon's patterns see it; the end token is no text."""

@@ -39,11 +39,15 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that the model may call; parameters is its JSON schema."""
+    """A function that the model may call; parameters is its JSON schema.
+
+    strict: calls must follow the schema, also where the model is free not to call.
+    """
 
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +172,11 @@ def _tool(raw: object, where: str) -> Tool:
         raise RequestError(f"{at} must be a JSON schema object", param=at)
     _text(json.dumps(parameters, ensure_ascii=False), f"{where}.function.parameters")
     description = _optional_text(function.get("description"), f"{where}.function.description")
-    return Tool(name, description, parameters)
+    strict = function.get("strict")
+    if strict is not None and not isinstance(strict, bool):
+        at = f"{where}.function.strict"
+        raise RequestError(f"{at} is {_show(strict)}; it must be true or false", param=at)
+    return Tool(name, description, parameters, bool(strict))
 
 
 def _check_name(name: str, where: str) -> None:

@@ -127,7 +127,7 @@ def test_p20_in_tools():
 
 def test_tools_wrapped_and_flat():
     function = {"name": "f", "description": "d", "parameters": {"type": "object"}, "strict": True}
-    expected = [Tool("f", "d", {"type": "object"})]
+    expected = [Tool("f", "d", {"type": "object"}, strict=True)]
     assert parse_tools([{"type": "function", "function": function}]) == expected
     assert parse_tools([{"type": "function", **function}]) == expected
     assert parse_tools(None) == parse_tools([]) == []
