@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -58,6 +59,8 @@ class SchedulerConfig:
     max_model_len: int | None = None  # None: what the model and the pages allow
     max_queued_requests: int = 1024
     max_queued_tokens: int = 4_000_000
+    queue_timeout_s: float | None = None  # how long a request may wait for its first step
+    step_timeout_s: float = 300.0  # after which a step is told of as late
     snapshot_interval: int = 4096  # tokens between resume snapshots of a long prompt
     overlap: bool = True  # launch step n+1 before the results of step n are read
 
@@ -66,6 +69,14 @@ class SchedulerConfig:
             value = getattr(self, name)
             flag = "--" + name.replace("_", "-")
             _require(value >= 1, f"{flag} is {value}; it must be at least 1")
+        _require(
+            self.queue_timeout_s is None or self.queue_timeout_s > 0,
+            f"--queue-timeout is {self.queue_timeout_s}; it must be positive",
+        )
+        _require(
+            self.step_timeout_s > 0,
+            f"--step-timeout is {self.step_timeout_s}; it must be positive",
+        )
         _require(
             0 < self.prefill_share <= 1,
             f"--prefill-share is {self.prefill_share}; it must be above 0 and at most 1",
@@ -100,6 +111,10 @@ class ServerConfig:
     shutdown_timeout_s: float = 30.0
     keep_alive_s: float = 15.0  # silence on a stream before a comment is sent
     max_thinking_tokens: int | None = None  # of an answer, whatever the request allows
+    request_timeout_s: float | None = None  # from arrival to the last token
+    raw_log_folder: Path | None = None  # where each answer's tokens are written; None: nowhere
+    otlp_endpoint: str | None = None  # where a span of each request is sent; needs moet[otel]
+    allowed_origins: tuple[str, ...] = ()  # of web pages that may call; ("*",): any
 
     def __post_init__(self) -> None:
         limit = self.max_thinking_tokens
@@ -107,12 +122,21 @@ class ServerConfig:
             limit is None or limit >= 0,
             f"--max-thinking-tokens is {limit}; it must be at least 0",
         )
+        _require(
+            self.request_timeout_s is None or self.request_timeout_s > 0,
+            f"--request-timeout is {self.request_timeout_s}; it must be positive",
+        )
 
 
 def cache_dir() -> Path:
     """Where converted packs and the demo model live: $MOET_CACHE_DIR or ~/.cache/moet."""
     base = os.environ.get("MOET_CACHE_DIR")
     return Path(base) if base else Path.home() / ".cache" / "moet"
+
+
+def environment_with(variables: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment with more variables, for a process that it starts."""
+    return {**os.environ, **variables}
 
 
 def api_keys_from_environment() -> tuple[str, ...]:

@@ -108,7 +108,8 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     `token_ids` are the new tokens, in order; `logprobs` has one entry per token if asked for.
     The event with a `finish_reason` is the last one; `stop_token_id` is the id that ended the
     sequence, and it is the last of `token_ids`. `prompt_logprobs` (entry 0 is None) and
-    `num_cached_tokens` come with the first event. `error` explains FinishReason.ERROR.
+    `num_cached_tokens` come with the first event. `error` explains FinishReason.ERROR, which is no
+    fault but a full house if `overloaded`.
     """
 
     request_id: str
@@ -119,3 +120,4 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    overloaded: bool = False

@@ -12,7 +12,14 @@ from functools import partial
 
 from moet.errors import ContextLengthError, OverloadedError, RequestError
 from moet.runtime.host import Build, Progress
-from moet.runtime.metrics import CoreInfo, CoreStats, Counters, Histogram
+from moet.runtime.metrics import (
+    CoreInfo,
+    CoreStats,
+    Counters,
+    ExpertStats,
+    Histogram,
+    LayerExperts,
+)
 from moet.types import FinishReason, Request, TokenEvent, TokenLogprobs
 
 Script = Callable[[Request], list[int]]
@@ -128,6 +135,23 @@ class ScriptedCore:
                 for name, value in counters.items()
             },
         )
+
+    def expert_stats(self) -> ExpertStats:
+        return ExpertStats(
+            layers=[
+                LayerExperts(
+                    layer=layer,
+                    format="w2",
+                    num_resident=3,
+                    rows=[layer, 5, 0, 1],
+                    resident=[True, True, False, True],
+                )
+                for layer in range(2)
+            ]
+        )
+
+    def activity(self) -> str:
+        return f"{len(self.open)} scripts"
 
     def info(self) -> CoreInfo:
         return CoreInfo(

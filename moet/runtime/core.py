@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from time import perf_counter
@@ -22,7 +23,7 @@ from moet.runtime.batch import Batch, StepResult
 from moet.runtime.grammar_check import check_grammar
 from moet.runtime.grammar_compiler import CompileJob, GrammarCompiler
 from moet.runtime.kv_cache import KVCache, resume_bytes
-from moet.runtime.metrics import CoreInfo, CoreStats, Counters
+from moet.runtime.metrics import CoreInfo, CoreStats, Counters, ExpertStats
 from moet.runtime.model_runner import ModelRunner
 from moet.runtime.prefix_cache import root_key
 from moet.runtime.sampler import SamplerState
@@ -34,6 +35,7 @@ from moet.types import FinishReason, GrammarSpec, Request, TokenEvent
 
 logger = logging.getLogger(__name__)
 
+MAX_NAMED = 16  # requests in a description of a step
 COMPILE_POLL_S = 0.01  # how long an idle step waits for a grammar before new commands are heard
 
 
@@ -54,6 +56,7 @@ class EngineCore:
         vocab_size: int,
         seed: int,
         grammars: GrammarCompiler | None = None,
+        expert_stats: Callable[[], ExpertStats] = lambda: ExpertStats(layers=[]),
     ) -> None:
         spec = model.kv_cache_spec()
         num_seqs = scheduler.max_num_seqs
@@ -68,7 +71,9 @@ class EngineCore:
             num_host_blocks=cache.host_budget_bytes // max(spec.bytes_per_page, 1),
             num_snapshots=(cache.snapshot_budget_bytes // snapshot_bytes if keeps_snapshots else 0),
         )
+        self.expert_stats = expert_stats
         self._counters = Counters()
+        self._at_work: Batch | None = None  # whose results are awaited
         memory = SequenceMemory(
             spec,
             num_pages=num_pages,
@@ -111,6 +116,7 @@ class EngineCore:
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             prefix_cache=cache.prefix_cache,
             overlap=scheduler.overlap,
+            step_timeout_s=scheduler.step_timeout_s,
         )
         logger.info("engine core %s", self._info)
         if keeps_snapshots and kv.num_snapshots == 0:
@@ -177,13 +183,28 @@ class EngineCore:
         if self._thread is None:
             if batch is None:
                 return self._scheduler.take_events()
+            self._at_work = batch
             return self._apply(batch, self._runner.run(batch))
         if batch is not None:
             self._in_flight.append((batch, self._thread.submit(self._runner.run, batch)))
         if self._in_flight and (batch is None or len(self._in_flight) > 1):
             oldest, future = self._in_flight.popleft()
+            self._at_work = oldest
             return self._apply(oldest, future.result())
         return self._scheduler.take_events()
+
+    def activity(self) -> str:
+        """What the last step was asked to do, by sizes and request ids; from any thread."""
+        batch, number = self._at_work, self._counters.num_steps
+        if batch is None:
+            return f"step {number} has no batch"
+        ids = ", ".join(row.seq.request.request_id for row in batch.rows[:MAX_NAMED])
+        more = f" and {len(batch.rows) - MAX_NAMED} more" if len(batch.rows) > MAX_NAMED else ""
+        num_prefill = batch.num_tokens - batch.num_decoding
+        return (
+            f"step {number}, {batch.num_decoding} decode and {num_prefill} prefill rows, "
+            f"{len(batch.commands)} memory commands, requests {ids}{more}"
+        )
 
     def info(self) -> CoreInfo:
         return self._info
@@ -210,6 +231,7 @@ class EngineCore:
             num_preemptions=counters.num_preemptions,
             num_recomputed=counters.num_recomputed,
             num_rejected=counters.num_rejected,
+            num_queue_timeouts=counters.num_queue_timeouts,
             num_corrupted=counters.num_corrupted,
             num_failed_steps=counters.num_failed_steps,
             num_split_steps=counters.num_split_steps,
@@ -218,6 +240,7 @@ class EngineCore:
             step_tokens=counters.step_tokens.stats(),
             time_to_first_token_s=counters.time_to_first_token_s.stats(),
             inter_token_latency_s=counters.inter_token_latency_s.stats(),
+            time_per_output_token_s=counters.time_per_output_token_s.stats(),
             request_latency_s=counters.request_latency_s.stats(),
             queue_time_s=counters.queue_time_s.stats(),
             prefill_time_s=counters.prefill_time_s.stats(),

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from functools import partial
 from itertools import count
 from types import TracebackType
+from typing import TypeVar
 
 import msgspec
 
@@ -21,7 +22,7 @@ from moet.config import CacheConfig, EngineConfig, ModelSettings, SchedulerConfi
 from moet.errors import MoetError, OverloadedError, RequestError
 from moet.runtime.grammar_check import check_grammar
 from moet.runtime.host import Core, Host, HostState, Progress, ThreadHost
-from moet.runtime.metrics import CoreInfo, CoreStats
+from moet.runtime.metrics import CoreInfo, CoreStats, ExpertStats
 from moet.runtime.output import Choice, Completion, Output
 from moet.runtime.process import ProcessHost
 from moet.runtime.router import Generation as Generation
@@ -33,7 +34,10 @@ from moet.types import GrammarSpec, Request, SamplingParams, TokenEvent
 logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
+T = TypeVar("T")
+
 MAX_N = 128
+ANSWER_TIMEOUT_S = 10.0
 MAX_IN_FLIGHT = 256  # requests that `generate` keeps open at a time
 
 
@@ -133,6 +137,11 @@ class Engine:
     def load_progress(self) -> tuple[str, float]:
         """The stage that loading has reached and the done share of it."""
         return self._host.stage
+
+    @property
+    def late_step(self) -> str | None:
+        """What the step loop is doing, if that takes longer than --step-timeout."""
+        return self._host.late_step
 
     @property
     def error(self) -> BaseException | None:
@@ -329,7 +338,21 @@ class Engine:
 
     async def astats(self) -> CoreStats:
         """The core's counters, taken between two steps."""
-        return await asyncio.wrap_future(self._host.stats())
+        return await self._between_steps(self._host.stats())
+
+    async def aexpert_stats(self) -> ExpertStats:
+        """Where the experts are and how often they were asked for, taken between two steps."""
+        return await self._between_steps(self._host.expert_stats())
+
+    async def _between_steps(self, answer: Future[T]) -> T:
+        """Wait for the core's answer, unless a step keeps it from giving one."""
+        wrapped = asyncio.wrap_future(answer)
+        try:
+            return await asyncio.wait_for(asyncio.shield(wrapped), ANSWER_TIMEOUT_S)
+        except TimeoutError:
+            wrapped.add_done_callback(_read)
+            message = f"the step loop has not answered for {ANSWER_TIMEOUT_S:g} s"
+            raise OverloadedError(message, retry_after_s=5, unavailable=True) from None
 
     def close(self) -> None:
         """End the core; open requests end with an error. Idempotent."""
@@ -375,6 +398,12 @@ def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     if prompts and isinstance(prompts[0], int):
         return [prompts]  # type: ignore[list-item]
     return prompts  # type: ignore[return-value]
+
+
+def _read(answer: asyncio.Future[T]) -> None:
+    """Look at a late answer, so that its error, if it is one, counts as seen."""
+    if not answer.cancelled():
+        answer.exception()
 
 
 def _nth_seed(seed: int | None, index: int) -> int | None:

@@ -21,11 +21,14 @@ from moet.runtime.messages import (
     Accepted,
     Answer,
     Ask,
+    AskExperts,
     Closed,
     Command,
     ErrorInfo,
     Events,
+    ExpertAnswer,
     Failed,
+    Late,
     Loading,
     Message,
     Ready,
@@ -33,7 +36,8 @@ from moet.runtime.messages import (
     Stop,
     Submit,
 )
-from moet.runtime.metrics import CoreInfo, CoreStats
+from moet.runtime.metrics import CoreInfo, CoreStats, ExpertStats
+from moet.runtime.watchdog import Watchdog
 from moet.types import FinishReason, Request, TokenEvent
 
 logger = logging.getLogger(__name__)
@@ -52,6 +56,8 @@ class Core(Protocol):
     def abort(self, request_id: str, *, reason: FinishReason) -> None: ...
     def step(self) -> list[TokenEvent]: ...
     def stats(self) -> CoreStats: ...
+    def expert_stats(self) -> ExpertStats: ...
+    def activity(self) -> str: ...
     def info(self) -> CoreInfo: ...
     def check(self) -> None: ...
     def shutdown(self) -> None: ...
@@ -80,7 +86,13 @@ def run_core(build: Build, inbox: Inbox, emit: Callable[[Message], None]) -> Non
         return
     try:
         emit(Ready(core.info()))
-        _loop(core, inbox, emit)
+        watchdog = Watchdog(
+            core.info().step_timeout_s, core.activity, lambda doing: emit(Late(doing))
+        )
+        try:
+            _loop(core, inbox, emit, watchdog)
+        finally:
+            watchdog.close()
     except Exception as error:
         logger.exception("the step loop has ended")
         emit(Failed(ErrorInfo.of(error)))
@@ -89,21 +101,24 @@ def run_core(build: Build, inbox: Inbox, emit: Callable[[Message], None]) -> Non
         emit(Closed())
 
 
-def _loop(core: Core, inbox: Inbox, emit: Callable[[Message], None]) -> None:
+def _loop(core: Core, inbox: Inbox, emit: Callable[[Message], None], watchdog: Watchdog) -> None:
     while True:
         for command in inbox.take(wait=not core.has_work):
             if isinstance(command, Stop):
                 return
             _obey(core, command, emit)
         if core.has_work:
-            events = core.step()
+            with watchdog.step():
+                events = core.step()
             if events:
                 emit(Events(events))
             if not core.has_work:
                 core.check()
 
 
-def _obey(core: Core, command: Submit | Abort | Ask, emit: Callable[[Message], None]) -> None:
+def _obey(
+    core: Core, command: Submit | Abort | Ask | AskExperts, emit: Callable[[Message], None]
+) -> None:
     if isinstance(command, Abort):
         core.abort(command.request_id, reason=command.reason)
         return
@@ -114,8 +129,10 @@ def _obey(core: Core, command: Submit | Abort | Ask, emit: Callable[[Message], N
                 emit(Accepted(command.ticket))
             else:
                 later.add_done_callback(lambda queued: emit(_outcome(command.ticket, queued)))
-        else:
+        elif isinstance(command, Ask):
             emit(Answer(command.ticket, core.stats()))
+        else:
+            emit(ExpertAnswer(command.ticket, core.expert_stats()))
     except Exception as error:  # a refusal belongs to the one who asked
         emit(Refused(command.ticket, ErrorInfo.of(error)))
 
@@ -140,6 +157,7 @@ class Host:
         self.state: HostState = "loading"
         self.stage: tuple[str, float] = ("start", 0.0)
         self.error: Exception | None = None
+        self.late_step: str | None = None  # what it does, while one takes too long
         self.ready: Future[CoreInfo] = Future()
         self._lock = threading.Lock()
         self._ticket_numbers = count()
@@ -187,6 +205,14 @@ class Host:
         self._send(Ask(ticket))
         return future
 
+    def expert_stats(self) -> Future[ExpertStats]:
+        """Where the experts are and how often they were asked for, taken between two steps."""
+        with self._lock:
+            self._require_alive()
+            ticket, future = self._new_ticket("")
+        self._send(AskExperts(ticket))
+        return future
+
     def close(self, timeout_s: float = 10.0) -> None:
         """End the core. Open requests end with an error event. Idempotent."""
         with self._lock:
@@ -232,7 +258,9 @@ class Host:
                 self.ready.set_result(info)
             case Accepted(ticket):
                 self._take_ticket(ticket)[0].set_result(None)
-            case Answer(ticket, stats):
+            case Late(doing):
+                self.late_step = doing
+            case Answer(ticket, stats) | ExpertAnswer(ticket, stats):
                 self._take_ticket(ticket)[0].set_result(stats)
             case Refused(ticket, error):
                 future, request_id = self._take_ticket(ticket)

@@ -14,7 +14,7 @@ from moet.errors import (
     OverloadedError,
     RequestError,
 )
-from moet.runtime.metrics import CoreInfo, CoreStats
+from moet.runtime.metrics import CoreInfo, CoreStats, ExpertStats
 from moet.types import FinishReason, Request, TokenEvent
 
 _PLAIN = {
@@ -86,11 +86,15 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     ticket: int
 
 
+class AskExperts(msgspec.Struct, frozen=True, tag=True):
+    ticket: int
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-Command = Submit | Abort | Ask | Stop
+Command = Submit | Abort | Ask | AskExperts | Stop
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
@@ -111,6 +115,11 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     stats: CoreStats
 
 
+class ExpertAnswer(msgspec.Struct, frozen=True, tag=True):
+    ticket: int
+    stats: ExpertStats
+
+
 class Refused(msgspec.Struct, frozen=True, tag=True):
     ticket: int
     error: ErrorInfo
@@ -118,6 +127,12 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 class Events(msgspec.Struct, frozen=True, tag=True):
     events: list[TokenEvent]
+
+
+class Late(msgspec.Struct, frozen=True, tag=True):
+    """A step takes too long; `doing` None: it ended after all."""
+
+    doing: str | None
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -128,4 +143,6 @@ class Closed(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-Message = Loading | Ready | Accepted | Answer | Refused | Events | Failed | Closed
+Message = (
+    Loading | Ready | Accepted | Answer | ExpertAnswer | Refused | Events | Late | Failed | Closed
+)

@@ -63,6 +63,23 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     prefix_cache: str
     overlap: bool
+    step_timeout_s: float = 300.0  # after which a step is told of as late
+
+
+class LayerExperts(msgspec.Struct, frozen=True, kw_only=True):
+    """One layer's routed experts. rows[i]: rows that were routed to expert i so far."""
+
+    layer: int
+    format: str
+    num_resident: int
+    rows: list[int]
+    resident: list[bool]
+
+
+class ExpertStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the routed experts are, and how often each was asked for."""
+
+    layers: list[LayerExperts]
 
 
 class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,6 +101,7 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     num_preemptions: int
     num_recomputed: int  # preemptions that lost their state
     num_rejected: int  # by admission limits
+    num_queue_timeouts: int  # waited longer than they may
     num_corrupted: int  # requests ended by logits that are not numbers
     num_failed_steps: int
     num_split_steps: int  # whose experts were not resident together
@@ -92,6 +110,7 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     step_tokens: HistogramStats
     time_to_first_token_s: HistogramStats
     inter_token_latency_s: HistogramStats
+    time_per_output_token_s: HistogramStats  # a request's mean, without its first token
     request_latency_s: HistogramStats
     queue_time_s: HistogramStats
     prefill_time_s: HistogramStats
@@ -111,6 +130,7 @@ class Counters:
     num_preemptions: int = 0
     num_recomputed: int = 0
     num_rejected: int = 0
+    num_queue_timeouts: int = 0
     num_corrupted: int = 0
     num_failed_steps: int = 0
     num_split_steps: int = 0
@@ -121,6 +141,7 @@ class Counters:
     step_tokens: Histogram = field(default_factory=lambda: Histogram(TOKEN_BOUNDS))
     time_to_first_token_s: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS_S))
     inter_token_latency_s: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS_S))
+    time_per_output_token_s: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS_S))
     request_latency_s: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS_S))
     queue_time_s: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS_S))
     prefill_time_s: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS_S))

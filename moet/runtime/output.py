@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from moet.errors import MoetError
+from moet.errors import MoetError, OverloadedError
 from moet.runtime.detokenizer import Detokenizer, Piece, StopChecker, plain_text
 from moet.runtime.tokenizer import Tokenizer
 from moet.types import FinishReason, Request, TokenEvent, TokenLogprobs
@@ -30,6 +30,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    overloaded: bool = False
 
     @property
     def text(self) -> str:
@@ -37,7 +38,9 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
         return plain_text(self.pieces)
 
     def raise_if_failed(self) -> None:
-        """Raise MoetError if the request ended by a fault of the engine."""
+        """Raise MoetError if a fault ended the request, OverloadedError if it waited too long."""
+        if self.overloaded:
+            raise OverloadedError(self.error or "the server is full")
         if self.finish_reason == FinishReason.ERROR:
             raise MoetError(f"request {self.index} failed: {self.error}")
 
@@ -119,6 +122,7 @@ class TextAssembler:
             prompt_logprobs=event.prompt_logprobs,
             num_cached_tokens=event.num_cached_tokens,
             error=event.error,
+            overloaded=event.overloaded,
         )
 
     def _stop_id(self, event: TokenEvent) -> int | None:

@@ -13,7 +13,10 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
+from collections import deque
 from time import perf_counter
+
+import msgspec
 
 from moet.config import SchedulerConfig
 from moet.errors import CapacityError
@@ -43,6 +46,7 @@ class Scheduler:
         self._blocked: tuple[int, int] | None = None  # who found no room, after how many releases
         self._stuck: tuple[int, int] | None = None  # for whom nobody's leaving would make room
         self._events: list[TokenEvent] = []
+        self._arrivals: deque[Sequence] = deque()  # that may run out of time in the queue
 
     @property
     def num_waiting(self) -> int:
@@ -58,11 +62,14 @@ class Scheduler:
         self.sequences[seq.request.request_id] = seq
         self.num_new += 1
         self.num_new_tokens += seq.prompt_len
+        if self.config.queue_timeout_s is not None:
+            self._arrivals.append(seq)
         heapq.heappush(self._waiting, (seq.rank, seq))
 
     def schedule(self) -> Batch | None:
         """Decide the next step; None if there is nothing to do before a step in flight is read."""
         rows: list[Row] = []
+        self._expire(perf_counter())
         if self._waiting and self.pace.debt_s == 0:
             self._give_way()
         num_preemptions = self.counters.num_preemptions
@@ -167,6 +174,20 @@ class Scheduler:
         if not self.memory.move_out(seq):
             self.counters.num_recomputed += 1
         heapq.heappush(self._waiting, (seq.rank, seq))
+
+    def _expire(self, now: float) -> None:
+        """End what has waited for its first step longer than it may."""
+        limit_s = self.config.queue_timeout_s
+        while self._arrivals:
+            seq = self._arrivals[0]
+            if seq.status is Status.WAITING and not seq.was_placed:
+                if limit_s is None or now - seq.times.submitted < limit_s:
+                    return
+                error = f"the request waited {limit_s:g} s (--queue-timeout); try again later"
+                self.counters.num_queue_timeouts += 1
+                event = self._finish(seq, FinishReason.ERROR, [], error=error)
+                self._events.append(msgspec.structs.replace(event, overloaded=True))
+            self._arrivals.popleft()
 
     def _give_way(self) -> None:
         """Preempt sequences of worse priority if that makes room for the first one waiting."""
@@ -326,6 +347,10 @@ class Scheduler:
         self.counters.request_latency_s.observe(now - seq.times.submitted)
         if seq.times.first_token:
             self.counters.decode_time_s.observe(now - seq.times.first_token)
+            num_later = len(seq.token_ids) - seq.prompt_len - 1
+            if num_later > 0:
+                decode_s = seq.times.last_token - seq.times.first_token
+                self.counters.time_per_output_token_s.observe(decode_s / num_later)
         return self._event(
             seq, token_ids, logprobs, reason=reason, stop_token_id=stop_token_id, error=error
         )
