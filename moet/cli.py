@@ -193,7 +193,7 @@ def _plan(made: argparse.ArgumentParser) -> None:
     made.add_argument("--json", action="store_true", help="as one JSON object")
     machine = made.add_argument_group("machine")
     machine.add_argument("--gpu", default="rtx-5090", metavar="NAME[xN]",
-                         help="rtx-5090, rtx-pro-6000 or h200, x2 or x4 (default: %(default)s)")  # fmt: skip
+                         help="rtx-5090, rtx-pro-6000 or h200, alone or x2 or x4")  # fmt: skip
     machine.add_argument("--ram", type=float, default=None, metavar="GIB",
                          help="host memory (default: this machine's)")  # fmt: skip
     machine.add_argument("--gpu-memory", type=num_bytes, default=None, metavar="SIZE",
@@ -207,7 +207,7 @@ def _plan(made: argparse.ArgumentParser) -> None:
     model.add_argument("--spec-tokens", type=int, default=2, help="drafted per step; 0: none")
     steps = made.add_argument_group("steps")
     steps.add_argument("--max-model-len", type=num_tokens, default=None, metavar="TOKENS",
-                       help="default: what fits; 128 Ki where a window costs expert slots")  # fmt: skip
+                       help="default: what fits; 128k if it costs expert slots")  # fmt: skip
     steps.add_argument("--max-num-seqs", type=int, default=4)
     steps.add_argument("--max-num-batched-tokens", type=num_tokens, default=8192)
     steps.add_argument("--kv-cache-memory", type=num_bytes, default=None, metavar="SIZE")

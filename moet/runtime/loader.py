@@ -20,6 +20,7 @@ from moet.kernels.layout import LAYOUT_VERSION
 from moet.models import load_model
 from moet.models.base import ExpertProvider
 from moet.models.checkpoint import Checkpoint
+from moet.models.config_json import read_config
 from moet.models.convert import convert
 from moet.models.convert_plan import ConvertOptions
 from moet.models.moe import UnpackedExperts
@@ -30,6 +31,7 @@ from moet.runtime.core import EngineCore
 from moet.runtime.experts.store import ResidentExpertStore
 from moet.runtime.grammar_compiler import GrammarCompiler
 from moet.runtime.host import Progress
+from moet.runtime.memory import require_fit
 from moet.runtime.text_side import DEMO, model_folder
 from moet.runtime.tokenizer import Tokenizer
 
@@ -40,6 +42,7 @@ LOG_INTERVAL_S = 5.0
 
 def load_core(config: EngineConfig, progress: Progress) -> EngineCore:
     """Build the core that a config asks for, making its pack first if there is none."""
+    _require_memory(config)
     pack = open_pack(config.model, progress)
     progress("weights", 0.0)
     model = load_model(pack.config, pack, config.settings, config.cache.kv_dtype)
@@ -72,6 +75,13 @@ def _experts(pack: Pack, settings: ModelSettings, progress: Progress) -> ExpertP
     if settings.arch == "reference" and num_weights * 4 <= spare_bytes:
         return UnpackedExperts(store)
     return store
+
+
+def _require_memory(config: EngineConfig) -> None:
+    """Refuse, before hours of conversion, what this machine's memory cannot hold."""
+    path = model_folder(config.model) / "config.json"
+    if config.settings.arch == "reference" and path.is_file():
+        require_fit(config, read_config(path), psutil.virtual_memory().available)
 
 
 def open_pack(model: str, progress: Progress) -> Pack:
