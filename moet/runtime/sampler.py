@@ -250,7 +250,11 @@ class SamplerState:
             if _has_bias(params):
                 row = row + self._bias[slot]
             if i in masks:
-                row = _masked(row, logits[i], masks[i])
+                may_come = allowed(masks[i].to(row.device), row.shape[-1])
+                held = row.masked_fill(~may_come, float("-inf"))
+                if params.allowed_token_ids:
+                    held = _first_open(held, logits[i].masked_fill(~may_come, float("-inf")))
+                row = held
             if params.min_tokens:
                 early = positions[i] < self._may_end_from[slot]
                 open_row = row.masked_fill(self._ends[slot] & early, float("-inf"))
@@ -327,14 +331,6 @@ def _draw(probs: Tensor, uniform: Tensor) -> Tensor:
     upto = probs.cumsum(-1, dtype=torch.float64)
     drawn = torch.searchsorted(upto, uniform[:, None] * upto[:, -1:], right=True)[:, 0]
     return drawn.clamp(max=probs.shape[-1] - 1)  # only a row of NaN gets past the end
-
-
-def _masked(row: Tensor, raw: Tensor, mask: Tensor) -> Tensor:
-    """The row where the mask allows it; the raw logits there if that leaves nothing."""
-    may_come = allowed(mask.to(row.device), row.shape[-1])
-    return _first_open(
-        row.masked_fill(~may_come, float("-inf")), raw.masked_fill(~may_come, float("-inf"))
-    )
 
 
 def _first_open(row: Tensor, other: Tensor) -> Tensor:

@@ -7,7 +7,9 @@ import random
 import re
 import threading
 import time
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -176,6 +178,47 @@ def test_a_tag_may_ask_for_a_control_token_by_its_id() -> None:
     spec = GrammarSpec(kind="structural_tag", text=json.dumps(tag))
     assert spells(compiled(spec), "<｜DSML｜any <> text｜DSML｜>")
     assert not spells(compiled(spec), "<｜DSML｜any <think> text｜DSML｜>")
+
+
+KEYS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("value", "holds"),
+    [
+        ({"type": "object"}, lambda v: isinstance(v, dict)),
+        (ANSWER, lambda v: v.keys() == {"answer"} and isinstance(v["answer"], str)),
+        (
+            {"type": "array", "items": KEYS, "maxItems": 3},
+            lambda v: len(v) <= 3 and all(isinstance(one["a"], int) for one in v),
+        ),
+        ({"type": "string", "minLength": 2, "maxLength": 5}, lambda v: 2 <= len(v) <= 5),
+        ({"type": "string", "pattern": "^[a-c]+$"}, lambda v: bool(v) and set(v) <= set("abc")),
+        ({"type": "string", "pattern": "^[^a]{3}$"}, lambda v: len(v) == 3 and "a" not in v),
+        ({"type": "integer", "minimum": -3, "maximum": 12}, lambda v: -3 <= v <= 12),
+        ({"anyOf": [{"type": "boolean"}, {"type": "null"}]}, lambda v: v in (True, False, None)),
+        ({"type": "string", "format": "date"}, lambda v: bool(re.match(r"\d{4}-\d\d-\d\d$", v))),
+        ({"enum": ["x", 5, None, [1]]}, lambda v: v in ["x", 5, None, [1]]),
+        ({"allOf": [KEYS, {"properties": {"a": {"maximum": 9}}}]}, lambda v: v["a"] <= 9),
+    ],
+    ids=map(str, range(11)),
+)
+def test_whatever_is_let_through_is_json_of_the_schema(
+    value: object, holds: Callable[[Any], bool]
+) -> None:
+    closing = set(ids('"}]')) | {EOS}
+    plain = {i for i in range(EOS + 1) if byte_tokenizer().token_bytes(i)[0] < 128}
+    for seed in range(15):
+        rng, constraint, written = random.Random(seed), compiled(schema(value)), list[int]()
+        while True:
+            options = sorted(next_ids(constraint) & plain)
+            token_id = rng.choices(options, [20 if i in closing else 1 for i in options])[0]
+            if token_id == EOS:
+                break
+            assert constraint.accept(token_id)
+            written.append(token_id)
+        text = byte_tokenizer().decode(written)
+        assert holds(json.loads(text)), text
 
 
 # Beginning, drafts and their taking back
