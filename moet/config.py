@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from moet.errors import ConfigError
 
@@ -42,8 +42,22 @@ class CacheConfig:
     host_budget_bytes: int = 256 << 20  # host bytes for the pages of preempted sequences
     snapshot_budget_bytes: int = 64 << 20  # resume snapshots of the prefix cache
     prefix_cache: Literal["on", "exact", "off"] = "on"  # "exact" keeps prefill-written pages only
+    host_cache_bytes: int = 0  # host bytes for prefix-cache pages that had to leave the device
+    disk_cache_folder: str | None = None  # where they survive a restart
+    disk_cache_bytes: int = 0
 
     def __post_init__(self) -> None:
+        _require(
+            self.disk_cache_folder is None or self.disk_cache_bytes > 0,
+            f"--kv-disk-cache gives {self.disk_cache_folder} {self.disk_cache_bytes} bytes; it "
+            "must give more than 0: FOLDER,GIB",
+        )
+        _require(
+            self.prefix_cache != "off"
+            or (self.host_cache_bytes == 0 and self.disk_cache_folder is None),
+            "--kv-host-cache and --kv-disk-cache keep pages of the prefix cache, which is off; "
+            "give --prefix-cache on or exact",
+        )
         _require(
             self.budget_bytes > 0, f"--kv-cache-memory is {self.budget_bytes}; it must be positive"
         )
@@ -111,6 +125,8 @@ class ServerConfig:
     shutdown_timeout_s: float = 30.0
     keep_alive_s: float = 15.0  # silence on a stream before a comment is sent
     max_thinking_tokens: int | None = None  # of an answer, whatever the request allows
+    reasoning_effort: str | None = None  # of requests that say nothing about it
+    default_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     request_timeout_s: float | None = None  # from arrival to the last token
     raw_log_folder: Path | None = None  # where each answer's tokens are written; None: nowhere
     otlp_endpoint: str | None = None  # where a span of each request is sent; needs moet[otel]

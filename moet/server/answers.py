@@ -1,21 +1,20 @@
-"""What both OpenAI endpoints answer with: ids, usage, log-probabilities, the final reason."""
+"""What both OpenAI completion endpoints answer with: ids, log-probabilities, the final reason."""
 
 from __future__ import annotations
 
-import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
 from moet.errors import RequestError
-from moet.runtime.engine import Engine, Generation
+from moet.runtime.engine import Engine
 from moet.runtime.output import Output
+from moet.runtime.router import Generation
 from moet.runtime.tokenizer import Tokenizer
+from moet.server.exchange import Exchange, Usage
 from moet.server.openai import SharedFields
 from moet.types import FinishReason, Request, TokenLogprobs
-
-logger = logging.getLogger(__name__)
 
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 MAX_REQUEST_ID = 128
@@ -43,32 +42,6 @@ class Header:
         if usage is not None:
             body["usage"] = usage.body()
         return body
-
-
-class Usage:
-    """Tokens of one answer. A prompt counts once, however many samples it has."""
-
-    def __init__(self, prompt_tokens: int) -> None:
-        self.prompt_tokens = prompt_tokens
-        self.completion_tokens = 0
-        self.reasoning_tokens = 0
-        self._cached: dict[int, int] = {}
-
-    def add(self, output: Output, *, samples: int) -> None:
-        """Count an increment; `samples` is n, since samples of a prompt share its cached tokens."""
-        self.completion_tokens += len(output.token_ids)
-        if output.num_cached_tokens and output.index % samples == 0:
-            self._cached[output.index] = output.num_cached_tokens
-
-    def body(self) -> dict[str, Any]:
-        """OpenAI's usage object."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
-            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
-        }
 
 
 class Pending:
@@ -187,8 +160,8 @@ class Choice(Protocol):
         ...
 
 
-class Answer:
-    """One request to an endpoint: opened first, then either streamed or collected."""
+class Answer(Exchange):
+    """An exchange of OpenAI's completion and chat endpoints."""
 
     def __init__(
         self,
@@ -200,24 +173,12 @@ class Answer:
         *,
         prompt_field: str,
     ) -> None:
-        """requests, choices: sample by sample, prompt by prompt. prompt_field: for errors."""
-        self.engine = engine
+        """requests, choices: sample by sample, prompt by prompt."""
+        name = header.fields["id"]
+        super().__init__(engine, requests, name, samples=body.n or 1, field=prompt_field)
         self.header = header
         self._body = body
-        self._requests = requests
         self._choices = choices
-        self._prompt_field = prompt_field
-        self._samples = body.n or 1
-        self.usage = Usage(sum(len(r.prompt_token_ids) for r in requests[:: self._samples]))
-
-    async def open(self) -> Generation:
-        """Queue all requests; a refusal is raised here, before any byte is sent."""
-        try:
-            return await self.engine.open(self._requests)
-        except RequestError as error:
-            if error.param in ("prompt", "messages"):
-                error.param = self._prompt_field
-            raise
 
     async def chunks(self, generation: Generation) -> AsyncGenerator[dict[str, Any], None]:
         """The answer bit by bit."""
@@ -238,11 +199,3 @@ class Answer:
         chunks = self._choices[output.index].add(output)
         self.usage.reasoning_tokens = sum(choice.reasoning_tokens for choice in self._choices)
         return chunks
-
-    async def _outputs(self, generation: Generation) -> AsyncGenerator[Output, None]:
-        async with generation:
-            async for output in generation:
-                output.raise_if_failed()
-                self.usage.add(output, samples=self._samples)
-                yield output
-        logger.info("finished %s: %s", self.header.fields["id"], self.usage.body())

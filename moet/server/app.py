@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import orjson
@@ -22,21 +22,24 @@ from moet import __version__
 from moet.config import ServerConfig
 from moet.errors import EngineDeadError, RequestError
 from moet.runtime.engine import Engine
-from moet.server import metrics
-from moet.server.answers import Answer
+from moet.server import anthropic, metrics, responses
+from moet.server.anthropic import CountTokensRequest, MessagesRequest, messages_answer
 from moet.server.body import BodyReader
 from moet.server.chat_completions import chat_answer
 from moet.server.chat_format import ChatFormat, chat_format
 from moet.server.completions import completion_answer
 from moet.server.errors import HttpError, error_response
+from moet.server.exchange import Exchange
 from moet.server.gate import Gate, Traffic
 from moet.server.openai import (
     REFUSED_CHAT,
     REFUSED_COMPLETION,
     ChatRequest,
     CompletionRequest,
-    SharedFields,
 )
+from moet.server.reasoning import ReasoningDefaults
+from moet.server.request_ids import RequestIds
+from moet.server.responses import InputTokensRequest, ResponsesRequest, responses_answer
 from moet.server.stream import EventStream, or_gone
 
 logger = logging.getLogger(__name__)
@@ -60,6 +63,12 @@ class Detokenize(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool = False
 
 
+class NamesModel(Protocol):
+    """A body that may say which model it is for."""
+
+    model: str | None
+
+
 class Api:
     """The handlers; holds what they share."""
 
@@ -69,6 +78,11 @@ class Api:
         self.config = config
         self.names = config.served_model_names or (engine.model,)
         self.bodies = BodyReader(config.max_body_bytes)
+        self.reasoning = ReasoningDefaults(
+            effort=config.reasoning_effort,
+            template_kwargs=config.default_chat_template_kwargs,
+            max_tokens=config.max_thinking_tokens,
+        )
 
     # Generation
 
@@ -81,33 +95,58 @@ class Api:
     async def chat(self, request: Request) -> Response:
         body = await self.bodies.read(request, ChatRequest, REFUSED_CHAT)
         model = self.model_of(body)
-        answer = await asyncio.to_thread(
-            chat_answer,
-            self.engine,
-            self.form,
-            body,
-            model,
-            max_thinking_tokens=self.config.max_thinking_tokens,
-        )
+        make, defaults = chat_answer, self.reasoning
+        answer = await asyncio.to_thread(make, self.engine, self.form, body, model, defaults)
         return await self._answer(request, answer, stream=bool(body.stream))
+
+    async def messages(self, request: Request) -> Response:
+        body = await self.bodies.read(request, MessagesRequest, anthropic.REFUSED)
+        model = self.model_of(body)
+        make, defaults = messages_answer, self.reasoning
+        answer = await asyncio.to_thread(make, self.engine, self.form, body, model, defaults)
+        return await self._answer(request, answer, stream=bool(body.stream))
+
+    async def count_tokens(self, request: Request) -> Response:
+        body = await self.bodies.read(request, CountTokensRequest, anthropic.REFUSED)
+        self.model_of(body)
+        count = anthropic.count_tokens
+        return json_response(await asyncio.to_thread(count, self.form, body, self.reasoning))
+
+    async def responses(self, request: Request) -> Response:
+        body = await self.bodies.read(request, ResponsesRequest, responses.REFUSED)
+        model = self.model_of(body)
+        make, defaults = responses_answer, self.reasoning
+        answer = await asyncio.to_thread(make, self.engine, self.form, body, model, defaults)
+        return await self._answer(request, answer, stream=bool(body.stream))
+
+    async def input_tokens(self, request: Request) -> Response:
+        body = await self.bodies.read(request, InputTokensRequest, responses.REFUSED)
+        self.model_of(body)
+        count = responses.count_input_tokens
+        return json_response(await asyncio.to_thread(count, self.form, body, self.reasoning))
 
     @cached_property
     def form(self) -> ChatFormat:
         """The model's chat format; there is one as soon as the model is loaded."""
         return chat_format(self.engine.text)
 
-    async def _answer(self, request: Request, answer: Answer, *, stream: bool) -> Response:
+    async def _answer(self, request: Request, answer: Exchange, *, stream: bool) -> Response:
         generation = await answer.open()
         if stream:
-            chunks = answer.chunks(generation)
-            return EventStream(chunks, generation.close, keep_alive_s=self.config.keep_alive_s)
+            return EventStream(
+                answer.chunks(generation),
+                generation.close,
+                keep_alive_s=self.config.keep_alive_s,
+                framing=answer.framing,
+                failure=answer.failure,
+            )
         try:
             body = await or_gone(answer.collect(generation), request.receive)
         finally:
             generation.close()
         return Response(status_code=CLIENT_GONE) if body is None else json_response(body)
 
-    def model_of(self, body: SharedFields | Tokenize | Detokenize) -> str:
+    def model_of(self, body: NamesModel) -> str:
         """The model's name as the client gave it; 404 for one that is not served."""
         if not body.model:
             return self.names[0]
@@ -200,10 +239,15 @@ def create_app(engine: Engine, config: ServerConfig) -> FastAPI:
     app = FastAPI(title="moet", version=__version__, docs_url=None, redoc_url=None)
     app.state.traffic = traffic
     app.add_middleware(Gate, traffic=traffic, api_keys=config.api_keys)
+    app.add_middleware(RequestIds)
     app.add_exception_handler(HTTPException, _no_such_route)
     posts: dict[str, Handler] = {
         "/v1/chat/completions": api.chat,
         "/v1/completions": api.completions,
+        "/v1/messages": api.messages,
+        "/v1/messages/count_tokens": api.count_tokens,
+        "/v1/responses": api.responses,
+        "/v1/responses/input_tokens": api.input_tokens,
         "/tokenize": api.tokenize,
         "/detokenize": api.detokenize,
     }
@@ -231,7 +275,7 @@ def _guarded(handler: Handler) -> Handler:
         except ClientDisconnect:
             return Response(status_code=CLIENT_GONE)
         except Exception as error:
-            return error_response(error)
+            return error_response(error, request.url.path)
 
     return endpoint
 
@@ -246,7 +290,7 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
     else:
         message, code = f"there is no {path} here", "unknown_route"
     return error_response(
-        HttpError(error.status_code, message, code=code, headers=dict(error.headers or {}))
+        HttpError(error.status_code, message, code=code, headers=dict(error.headers or {})), path
     )
 
 

@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
-
-from moet.errors import RequestError
 from moet.runtime.engine import Engine
 from moet.runtime.output import Output
 from moet.runtime.tokenizer import Tokenizer
 from moet.server.answers import Answer, Header, Pending, chat_logprobs, prompt_logprobs
 from moet.server.chat.calls import CallArguments, CallStart
-from moet.server.chat.encoding import ChatOptions, EncodedPrompt
-from moet.server.chat.grammar import ReasoningCounter
-from moet.server.chat.messages import (
-    Tool,
-    ToolChoice,
-    parse_messages,
-    parse_tool_choice,
-    parse_tools,
-)
-from moet.server.chat.parser import ContentDelta, Delta, OutputParser, ReasoningDelta
+from moet.server.chat.encoding import ChatOptions
+from moet.server.chat.messages import parse_messages, parse_tool_choice, parse_tools
+from moet.server.chat.parser import ContentDelta, Delta, ReasoningDelta
 from moet.server.chat_format import ChatFormat
-from moet.server.openai import ChatRequest
-from moet.server.structured import (
-    answer_grammar,
-    behind_reasoning,
-    content_grammar,
-    response_schema,
-)
-from moet.types import GrammarSpec, ThinkingBudget, TokenLogprobs
-
-T = TypeVar("T", bool, str)
-
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+from moet.server.openai import REASONING_FIELDS, ChatRequest
+from moet.server.reasoning import NO_DEFAULTS, ReasoningDefaults, read_reasoning
+from moet.server.structured import content_grammar, response_schema
+from moet.server.turn import Prepared, Turn, prepare
+from moet.types import SamplingParams, TokenLogprobs
 
 
 def chat_answer(
@@ -43,83 +25,49 @@ def chat_answer(
     form: ChatFormat,
     body: ChatRequest,
     model: str,
-    *,
-    max_thinking_tokens: int | None = None,
+    defaults: ReasoningDefaults = NO_DEFAULTS,
 ) -> Answer:
-    """Check a request and prepare its answer. RequestError names what is wrong.
-
-    max_thinking_tokens: of the server; a request may ask for less.
-    """
+    """Check a request and prepare its answer. RequestError names what is wrong."""
     body.check_shared()
+    prepared = prepare(engine, form, chat_turn(body, engine.text.defaults, defaults))
+    tokenizer = engine.text.tokenizer
+    choices = [ChatChoice(body, i, prepared, tokenizer) for i in range(len(prepared.requests))]
+    kind = "chat.completion.chunk" if body.stream else "chat.completion"
+    header = Header("chatcmpl", kind, model, body.request_id)
+    return Answer(engine, body, prepared.requests, choices, header, prompt_field="messages")
+
+
+def chat_turn(body: ChatRequest, sampling: SamplingParams, defaults: ReasoningDefaults) -> Turn:
+    """What a request asks for; sampling, defaults: where it says nothing."""
     tools = parse_tools(body.tools)
-    tool_choice = parse_tool_choice(body.tool_choice, tools)
-    options = chat_options(body, tool_choice)
-    prompt = form.encoding.encode(parse_messages(body.messages), tools, options)
+    reasoning = read_reasoning({name: getattr(body, name) for name in REASONING_FIELDS}, defaults)
+    options = ChatOptions(
+        thinking=reasoning.thinking,
+        reasoning_effort=reasoning.effort,
+        keep_reasoning=reasoning.keep,
+        response_schema=response_schema(body.response_format),
+        tool_choice=parse_tool_choice(body.tool_choice, tools),
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=bool(body.continue_final_message),
+    )
     params = body.params(
-        engine.text.defaults,
+        sampling,
         max_tokens=body.token_limit(),
         logprobs=body.num_logprobs(),
         prompt_logprobs=body.prompt_logprobs,
     )
-    budget = thinking_budget(body, max_thinking_tokens)
-    if budget is not None:
-        params = msgspec.structs.replace(params, thinking=_forced_end(form, prompt, budget))
-    requests = engine.requests(
-        prompt.token_ids,
-        params,
+    return Turn(
+        messages=parse_messages(body.messages),
+        tools=tools,
+        options=options,
+        params=params,
+        content=content_grammar(body.response_format, body.structured_outputs),
+        max_thinking_tokens=reasoning.max_tokens,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        hides_reasoning=reasoning.hidden,
         n=1 if body.n is None else body.n,
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
-        grammar=chat_grammar(body, form, tools, tool_choice, prompt),
-    )
-    choices = [
-        ChatChoice(body, index, prompt, form, tools, tool_choice, engine.text.tokenizer)
-        for index in range(len(requests))
-    ]
-    kind = "chat.completion.chunk" if body.stream else "chat.completion"
-    header = Header("chatcmpl", kind, model, body.request_id)
-    return Answer(engine, body, requests, choices, header, prompt_field="messages")
-
-
-def chat_grammar(
-    body: ChatRequest,
-    form: ChatFormat,
-    tools: list[Tool],
-    tool_choice: ToolChoice,
-    prompt: EncodedPrompt,
-) -> GrammarSpec | None:
-    """What the answer is held to, if anything."""
-    content = content_grammar(body.response_format, body.structured_outputs)
-    spec, from_the_start = answer_grammar(
-        content, tools, tool_choice, form.calls, only_one=body.parallel_tool_calls is False
-    )
-    if spec is None:
-        return None
-    if body.continue_final_message:
-        message = "continue_final_message cannot go with a grammar, which is for whole answers"
-        raise RequestError(message, param="continue_final_message")
-    return spec if from_the_start else behind_reasoning(spec, prompt, form.lexicon)
-
-
-def thinking_budget(body: ChatRequest, limit: int | None) -> int | None:
-    """Reasoning tokens of the answer at most: the request's number, or the server's if less."""
-    wanted = body.thinking_token_budget
-    if wanted is None:
-        wanted = (body.thinking or {}).get("budget_tokens")
-        if wanted is not None and (isinstance(wanted, bool) or not isinstance(wanted, int)):
-            message = "thinking.budget_tokens must be an integer"
-            raise RequestError(message, param="thinking.budget_tokens")
-    return min((each for each in (wanted, limit) if each is not None), default=None)
-
-
-def _forced_end(form: ChatFormat, prompt: EncodedPrompt, max_tokens: int) -> ThinkingBudget:
-    lexicon = form.lexicon
-    return ThinkingBudget(
-        max_tokens=max_tokens,
-        start_token_id=lexicon.think_id,
-        end_token_id=lexicon.end_think_id,
-        other_end_token_ids=lexicon.call_marker_ids,
-        starts_open=prompt.start == "reasoning",
     )
 
 
@@ -127,29 +75,13 @@ class ChatChoice:
     """One sample as it grows."""
 
     def __init__(
-        self,
-        body: ChatRequest,
-        index: int,
-        prompt: EncodedPrompt,
-        form: ChatFormat,
-        tools: list[Tool],
-        tool_choice: ToolChoice,
-        tokenizer: Tokenizer,
+        self, body: ChatRequest, index: int, prepared: Prepared, tokenizer: Tokenizer
     ) -> None:
         self._body = body
         self._index = index
-        self._prompt = prompt
+        self._prompt = prepared.prompt
         self._tokenizer = tokenizer
-        self._parser = OutputParser(
-            form.lexicon,
-            start=prompt.start,
-            tools=tools,
-            tool_choice=tool_choice,
-            parallel_tool_calls=body.parallel_tool_calls is not False,
-        )
-        self._reasoning = ReasoningCounter(
-            form.lexicon.grammar, tokenizer, in_reasoning=prompt.start == "reasoning"
-        )
+        self._reader = prepared.reader(tokenizer)
         self._pending = Pending()
         self._all = Pending()
         self._prompt_logprobs: list[TokenLogprobs | None] = []
@@ -163,27 +95,19 @@ class ChatChoice:
         self._pending.add(output)
         self._all.add(output)
         self._prompt_logprobs += output.prompt_logprobs or []
-        self._reasoning.push(output.token_ids)
-        self.reasoning_tokens = self._reasoning.count
-        deltas = self._parser.feed(output.pieces)
-        if output.finish_reason is None:
-            return self._chunks(deltas)
-        finish = self._parser.finish(output.finish_reason, stop_reason=output.stop_reason)
-        chunks = self._chunks([*deltas, *finish.deltas])
+        chunks = []
+        for delta in self._reader.read(output):
+            self._message.add(delta)
+            chunks.append(self._chunk(delta_body(delta)))
+        self.reasoning_tokens = self._reader.reasoning_tokens
+        finish = self._reader.finish
+        if finish is None:
+            return chunks
         if finish.reasoning_is_answer and not self._body.stream:  # a stream cannot take it back
             self._message.reasoning.clear()
             self.reasoning_tokens = 0
         self._end = {"finish_reason": finish.finish_reason, "stop_reason": output.stop_reason}
         return [*chunks, {**self._chunk({}), **self._end}]
-
-    def _chunks(self, deltas: Iterable[Delta]) -> list[dict[str, Any]]:
-        shown = []
-        for delta in deltas:
-            if isinstance(delta, ReasoningDelta) and self._body.hides_reasoning:
-                continue
-            self._message.add(delta)
-            shown.append(self._chunk(delta_body(delta)))
-        return shown
 
     def _chunk(self, delta: dict[str, Any]) -> dict[str, Any]:
         if not self._has_role:
@@ -274,61 +198,3 @@ def delta_body(delta: Delta) -> dict[str, Any]:
             return {"tool_calls": [call]}
         case CallArguments(index, text):
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
-
-
-def chat_options(body: ChatRequest, tool_choice: ToolChoice) -> ChatOptions:
-    """How the conversation becomes a prompt. Every spelling of thinking and effort counts.
-
-    Of several, the first wins: reasoning_effort, reasoning, thinking, chat_template_kwargs.
-    """
-    template = body.chat_template_kwargs or {}
-    reasoning = body.reasoning or {}
-    thinking = body.thinking or {}
-    efforts = {
-        "reasoning_effort": body.reasoning_effort,
-        "reasoning.effort": reasoning.get("effort"),
-        "chat_template_kwargs.reasoning_effort": template.get("reasoning_effort"),
-    }
-    switches = {
-        "reasoning.enabled": reasoning.get("enabled"),
-        "thinking.type": _thinking_type(thinking),
-        "chat_template_kwargs.thinking": template.get("thinking"),
-        "chat_template_kwargs.enable_thinking": template.get("enable_thinking"),
-    }
-    drop = _first({"chat_template_kwargs.drop_thinking": template.get("drop_thinking")}, bool)
-    clear = _first({"chat_template_kwargs.clear_thinking": template.get("clear_thinking")}, bool)
-    drop = clear if drop is None else drop
-    effort = _first(efforts, str)
-    if effort is not None and effort not in EFFORTS:
-        message = f"reasoning_effort must be one of {', '.join(EFFORTS)}"
-        raise RequestError(message, param="reasoning_effort")
-    return ChatOptions(
-        thinking=_first(switches, bool),
-        reasoning_effort=effort,
-        keep_reasoning=None if drop is None else not drop,
-        response_schema=response_schema(body.response_format),
-        tool_choice=tool_choice,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=bool(body.continue_final_message),
-    )
-
-
-def _first(values: Mapping[str, object], kind: type[T]) -> T | None:
-    """The first value that is there; each must be of the kind."""
-    found: T | None = None
-    for name, value in values.items():
-        if value is None:
-            continue
-        if not isinstance(value, kind):
-            words = {bool: "true or false", str: "a string"}
-            raise RequestError(f"{name} must be {words[kind]}", param=name)
-        found = value if found is None else found
-    return found
-
-
-def _thinking_type(thinking: Mapping[str, Any]) -> bool | None:
-    kind = thinking.get("type")
-    if kind not in (None, "enabled", "disabled", "adaptive"):
-        message = "thinking.type must be enabled, disabled or adaptive"
-        raise RequestError(message, param="thinking.type")
-    return None if kind in (None, "adaptive") else kind == "enabled"

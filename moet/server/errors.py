@@ -1,4 +1,4 @@
-"""Errors as HTTP: OpenAI's error object, the right status, a small body. Input is never echoed."""
+"""Errors as HTTP: the API's error object, the right status, a small body. Input is never echoed."""
 
 from __future__ import annotations
 
@@ -68,16 +68,20 @@ def _busy(status: int, code: str, error: OverloadedError) -> HttpError:
     )
 
 
-def error_object(error: Exception) -> dict[str, Any]:
-    """{"error": {message, type, param, code}}."""
-    known = as_http_error(error)
-    message = str(known)
+def shown_message(error: Exception) -> str:
+    """What a client may read of an error: of bounded length, and valid Unicode."""
+    message = str(error)
     if len(message) > MAX_MESSAGE_CHARS:
         message = message[:MAX_MESSAGE_CHARS] + " ..."
-    message = message.encode("utf-8", "replace").decode()
+    return message.encode("utf-8", "replace").decode()
+
+
+def error_object(error: Exception) -> dict[str, Any]:
+    """OpenAI's: {"error": {message, type, param, code}}."""
+    known = as_http_error(error)
     return {
         "error": {
-            "message": message,
+            "message": shown_message(known),
             "type": known.kind,
             "param": known.param,
             "code": known.code,
@@ -85,11 +89,38 @@ def error_object(error: Exception) -> dict[str, Any]:
     }
 
 
-def error_response(error: Exception) -> Response:
-    """The answer to a request that failed before its first byte was sent."""
+ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def anthropic_error_object(error: Exception) -> dict[str, Any]:
+    """Anthropic's: {"type": "error", "error": {type, message}}; the message begins with the field.
+
+    The reason of a refused field is always in the message, since this shape has no place for more.
+    """
     known = as_http_error(error)
+    message = shown_message(known)
+    if known.param is not None and known.param not in message:
+        message = f"{known.param}: {message}"
+    kind = ANTHROPIC_TYPES.get(known.status, "api_error")
+    if known.status < 500 and known.status not in ANTHROPIC_TYPES:
+        kind = "invalid_request_error"
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def error_response(error: Exception, path: str = "") -> Response:
+    """The answer to a request that failed before its first byte was sent, as its API shapes it."""
+    known = as_http_error(error)
+    shape = anthropic_error_object if path.startswith("/v1/messages") else error_object
     return Response(
-        orjson.dumps(error_object(known)),
+        orjson.dumps(shape(known)),
         status_code=known.status,
         media_type="application/json",
         headers=known.headers,

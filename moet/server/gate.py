@@ -50,7 +50,7 @@ class Gate:
             await self.app(scope, receive, send)
             return
         if not self._allowed(scope):
-            await error_response(_wrong_key())(scope, receive, send)
+            await error_response(_wrong_key(), scope["path"])(scope, receive, send)
             return
         if scope["method"] != "POST":
             await self.app(scope, receive, send)
@@ -59,7 +59,7 @@ class Gate:
             error = OverloadedError(
                 "the server is shutting down; no new requests", retry_after_s=5, unavailable=True
             )
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
             return
         self._traffic.enter()
         try:

@@ -174,6 +174,7 @@ class ChatRequest(SharedFields, kw_only=True):
     reasoning_effort: str | None = None
     reasoning: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -181,11 +182,6 @@ class ChatRequest(SharedFields, kw_only=True):
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
     modalities: list[str] | None = None
-
-    @property
-    def hides_reasoning(self) -> bool:
-        """Whether the client asked to be spared the reasoning."""
-        return self.include_reasoning is False or bool((self.reasoning or {}).get("exclude"))
 
     def token_limit(self) -> int | None:
         """max_completion_tokens, or max_tokens, its older name."""
@@ -207,6 +203,12 @@ class ChatRequest(SharedFields, kw_only=True):
             message = f"top_logprobs is {self.top_logprobs}; it must be at least 0"
             raise RequestError(message, param="top_logprobs")
         return self.top_logprobs or 0
+
+
+REASONING_FIELDS = (
+    "reasoning_effort", "reasoning", "thinking", "enable_thinking", "chat_template_kwargs",
+    "thinking_token_budget", "include_reasoning",
+)  # fmt: skip
 
 
 def _is_id(item: object) -> bool:

@@ -1,6 +1,7 @@
 """Server-sent events: frames, comments while it is quiet, and the end when the client is gone.
 
-A stream ends once: with its last frames, or with one error frame, and then `[DONE]`.
+A stream ends once: with its last frames or with one error frame, and, in OpenAI's older endpoints,
+then `[DONE]`.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -21,8 +23,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": keep-alive\n\n"
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -30,29 +30,48 @@ HEADERS = [
 ]
 
 
-def frame(data: object) -> bytes:
-    """One event."""
-    return b"data: " + orjson.dumps(data) + b"\n\n"
+@dataclass(frozen=True, slots=True)
+class Framing:
+    """How chunks become events. names_events: by their `type`. end: what follows the last one."""
+
+    names_events: bool
+    keep_alive: bytes
+    end: bytes
+
+    def frame(self, chunk: dict[str, Any]) -> bytes:
+        """One event."""
+        name = f"event: {chunk['type']}\n".encode() if self.names_events else b""
+        return name + b"data: " + orjson.dumps(chunk) + b"\n\n"
 
 
-async def terminated(chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
+DATA_FRAMES = Framing(False, b": keep-alive\n\n", b"data: [DONE]\n\n")
+EVENT_FRAMES = Framing(True, b": keep-alive\n\n", b"")
+
+Failure = Callable[[Exception], dict[str, Any]]
+"""Makes the chunk that ends a stream when something goes wrong."""
+
+
+async def terminated(
+    chunks: AsyncGenerator[dict[str, Any], None], framing: Framing, failure: Failure
+) -> AsyncGenerator[bytes, None]:
     """Chunks as events with exactly one end: an error, if there is one, becomes the last chunk."""
     try:
         async for chunk in chunks:
-            yield frame(chunk)
+            yield framing.frame(chunk)
     except Exception as error:
-        yield frame(error_object(error))
+        yield framing.frame(failure(error))
     finally:
         await chunks.aclose()
-    yield DONE
+    if framing.end:
+        yield framing.end
 
 
 class EventStream(Response):
     """Sends chunks as they come.
 
-    A comment is sent after `keep_alive_s` of silence. When the client leaves, the generator of the
-    chunks is closed at once, wherever it waits; `close` is called at the end in any case, since a
-    generator that was never begun cleans nothing up.
+    A sign of life is sent after `keep_alive_s` of silence. When the client leaves, the generator of
+    the chunks is closed at once, wherever it waits; `close` is called at the end in any case, since
+    a generator that was never begun cleans nothing up.
     """
 
     def __init__(
@@ -61,8 +80,11 @@ class EventStream(Response):
         close: Callable[[], None],
         *,
         keep_alive_s: float,
+        framing: Framing = DATA_FRAMES,
+        failure: Failure = error_object,
     ) -> None:
-        self.frames = terminated(chunks)
+        self.frames = terminated(chunks, framing, failure)
+        self._framing = framing
         self._close = close
         self.keep_alive_s = keep_alive_s
         self.background = None
@@ -93,7 +115,7 @@ class EventStream(Response):
         while True:
             await asyncio.sleep(self.keep_alive_s - (monotonic() - self._last_sent))
             if monotonic() - self._last_sent >= self.keep_alive_s:
-                await self._send(send, KEEP_ALIVE)
+                await self._send(send, self._framing.keep_alive)
 
     async def _send(self, send: Send, data: bytes) -> None:
         self._last_sent = monotonic()

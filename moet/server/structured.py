@@ -28,16 +28,20 @@ ANY_OBJECT = {"type": "object"}
 
 
 def content_grammar(
-    response_format: Mapping[str, Any] | None, structured: Mapping[str, Any] | None
+    response_format: Mapping[str, Any] | None,
+    structured: Mapping[str, Any] | None = None,
+    *,
+    param: str = "response_format",
 ) -> GrammarSpec | None:
-    """The grammar that the content has to follow. RequestError names the field that is wrong."""
+    """The grammar that the content has to follow. RequestError names the field that is wrong.
+
+    param: where the client has its response_format.
+    """
     schema = response_schema(response_format)
     if not structured:
         if schema is None:
             return None
-        return _checked(
-            GrammarSpec(kind="json_schema", text=_dumps(schema), param="response_format")
-        )
+        return _checked(GrammarSpec(kind="json_schema", text=_dumps(schema), param=param))
     if schema is not None:
         message = "structured_outputs and response_format exclude each other; send one"
         raise RequestError(message, param="structured_outputs")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
@@ -92,19 +93,19 @@ def parse_tool_choice(raw: object, tools: list[Tool]) -> ToolChoice:
         function = raw.get("function", raw)
         name = function.get("name") if isinstance(function, dict) else None
         if name not in [tool.name for tool in tools]:
-            message = f"tool_choice names {_show(name)}, which is not among the declared tools"
+            message = f"tool_choice names {show(name)}, which is not among the declared tools"
             raise RequestError(message, param="tool_choice")
         return ToolChoice("named", name)
-    message = f"tool_choice is {_show(raw)}; it must be auto, none, required or name a function"
+    message = f"tool_choice is {show(raw)}; it must be auto, none, required or name a function"
     raise RequestError(message, param="tool_choice")
 
 
 def _message(raw: object, where: str) -> Message:
     if not isinstance(raw, dict):
-        raise RequestError(f"{where} is {_show(raw)}; it must be an object", param=where)
+        raise RequestError(f"{where} is {show(raw)}; it must be an object", param=where)
     role = raw.get("role")
     if role not in get_args(Role):
-        message = f"{where}.role is {_show(role)}; it must be one of {', '.join(get_args(Role))}"
+        message = f"{where}.role is {show(role)}; it must be one of {', '.join(get_args(Role))}"
         raise RequestError(message, param=f"{where}.role")
     content = raw.get("content")
     if content is None and role not in ("assistant", "tool"):
@@ -115,7 +116,7 @@ def _message(raw: object, where: str) -> Message:
     return Message(
         role=cast(Role, role),
         content=_content(content, f"{where}.content"),
-        reasoning=_text(reasoning or "", f"{where}.reasoning_content"),
+        reasoning=text_of(reasoning or "", f"{where}.reasoning_content"),
         tool_calls=_tool_calls(raw.get("tool_calls") or [], f"{where}.tool_calls"),
         tool_call_id=_optional_text(raw.get("tool_call_id"), f"{where}.tool_call_id"),
         task=_optional_text(raw.get("task"), f"{where}.task"),
@@ -126,14 +127,14 @@ def _content(raw: object, where: str) -> str:
     if raw is None:
         return ""
     if not isinstance(raw, list):
-        return _text(raw, where)
+        return text_of(raw, where)
     texts = []
     for i, part in enumerate(raw):
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(part, dict) or kind not in _TEXT_PARTS:
-            message = f"{where}[{i}] is of type {_show(kind)}; this model reads text parts only"
+            message = f"{where}[{i}] is of type {show(kind)}; this model reads text parts only"
             raise RequestError(message, param=f"{where}[{i}]")
-        texts.append(_text(part.get("text"), f"{where}[{i}].text"))
+        texts.append(text_of(part.get("text"), f"{where}[{i}].text"))
     return "\n\n".join(text for text in texts if text)
 
 
@@ -149,50 +150,60 @@ def _tool_calls(raw: object, where: str) -> tuple[ToolCall, ...]:
         arguments = function.get("arguments")
         if isinstance(arguments, dict):
             arguments = json.dumps(arguments, ensure_ascii=False)
-        name = _text(function.get("name"), f"{at}.function.name")
-        _check_name(name, f"{at}.function.name")
-        call_id = _text(entry.get("id") or "", f"{at}.id")
-        calls.append(ToolCall(call_id, name, _text(arguments or "", f"{at}.function.arguments")))
+        name = text_of(function.get("name"), f"{at}.function.name")
+        check_name(name, f"{at}.function.name")
+        call_id = text_of(entry.get("id") or "", f"{at}.id")
+        calls.append(ToolCall(call_id, name, text_of(arguments or "", f"{at}.function.arguments")))
     return tuple(calls)
 
 
 def _tool(raw: object, where: str) -> Tool:
     if not isinstance(raw, dict) or raw.get("type", "function") != "function":
         kind = raw.get("type") if isinstance(raw, dict) else raw
-        message = f"{where} is of type {_show(kind)}; this server knows function tools"
+        message = f"{where} is of type {show(kind)}; this server knows function tools"
         raise RequestError(message, param=where)
     function = raw.get("function", raw)
     if not isinstance(function, dict):
         raise RequestError(f"{where}.function must be an object", param=f"{where}.function")
-    name = _text(function.get("name"), f"{where}.function.name")
-    _check_name(name, f"{where}.function.name")
-    parameters = function.get("parameters")
+    return make_tool(function, f"{where}.function")
+
+
+def make_tool(
+    fields: Mapping[str, Any], where: str, *, schema: str = "parameters", prefix: str = ""
+) -> Tool:
+    """A tool from its fields, of which `schema` holds the JSON schema; prefix goes before its name.
+
+    Raises RequestError naming the field.
+    """
+    name = prefix + text_of(fields.get("name"), f"{where}.name")
+    check_name(name, f"{where}.name")
+    parameters, at = fields.get(schema), f"{where}.{schema}"
     if parameters is not None and not isinstance(parameters, dict):
-        at = f"{where}.function.parameters"
         raise RequestError(f"{at} must be a JSON schema object", param=at)
-    _text(json.dumps(parameters, ensure_ascii=False), f"{where}.function.parameters")
-    description = _optional_text(function.get("description"), f"{where}.function.description")
-    strict = function.get("strict")
+    text_of(json.dumps(parameters, ensure_ascii=False), at)
+    description = _optional_text(fields.get("description"), f"{where}.description")
+    strict = fields.get("strict")
     if strict is not None and not isinstance(strict, bool):
-        at = f"{where}.function.strict"
-        raise RequestError(f"{at} is {_show(strict)}; it must be true or false", param=at)
+        at = f"{where}.strict"
+        raise RequestError(f"{at} is {show(strict)}; it must be true or false", param=at)
     return Tool(name, description, parameters, bool(strict))
 
 
-def _check_name(name: str, where: str) -> None:
+def check_name(name: str, where: str) -> None:
+    """Raise RequestError if a tool cannot have this name."""
     if not _TOOL_NAME.fullmatch(name):
-        message = f"{where} is {_show(name)}; it must have 1 to 128 letters, digits or any of _.:/-"
+        message = f"{where} is {show(name)}; it must have 1 to 128 letters, digits or any of _.:/-"
         raise RequestError(message, param=where)
 
 
 def _optional_text(raw: object, where: str) -> str | None:
-    return None if raw is None else _text(raw, where)
+    return None if raw is None else text_of(raw, where)
 
 
-def _text(raw: object, where: str) -> str:
+def text_of(raw: object, where: str) -> str:
     """The value if it is a string of whole characters. Raises RequestError naming the field."""
     if not isinstance(raw, str):
-        raise RequestError(f"{where} is {_show(raw)}; it must be a string", param=where)
+        raise RequestError(f"{where} is {show(raw)}; it must be a string", param=where)
     try:
         raw.encode()
     except UnicodeEncodeError as error:
@@ -201,6 +212,7 @@ def _text(raw: object, where: str) -> str:
     return raw
 
 
-def _show(value: object) -> str:
+def show(value: object) -> str:
+    """A value in a message, cut to what is bearable."""
     text = ascii(value)
     return text if len(text) <= 60 else text[:60] + "..."
