@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import signal
 import subprocess
 import sys
@@ -143,22 +142,27 @@ def server(cache: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes
     """`moet serve demo` in a process of its own, ready."""
     log = (tmp_path / "log").open("wb+")
     words = [sys.executable, "-m", "moet", "serve", "--port", "0", "--shutdown-timeout", "5"]
-    with subprocess.Popen(words, stderr=log, cwd=ROOT, env=dict(os.environ)) as process:
-        url = None
-        while url is None:
-            time.sleep(0.05)
-            assert process.poll() is None, (tmp_path / "log").read_text()
-            for line in (tmp_path / "log").read_text().splitlines():
-                if "listening on " in line:
-                    url = json.loads(line)["message"].removeprefix("listening on ")
-        with httpx.Client(base_url=url, timeout=60) as client:
+    process = subprocess.Popen(words, stderr=log, cwd=ROOT)
+    try:
+        with httpx.Client(base_url=_url(process, tmp_path / "log"), timeout=60) as client:
             while client.get("/ready").status_code != 200:
                 time.sleep(0.05)
                 assert process.poll() is None, (tmp_path / "log").read_text()
             yield process, client
-        if process.poll() is None:
-            process.kill()
-    log.close()
+    finally:
+        process.kill()
+        process.wait()
+        log.close()
+
+
+def _url(process: subprocess.Popen[bytes], log: Path) -> str:
+    while True:
+        time.sleep(0.05)
+        assert process.poll() is None, log.read_text()
+        for line in log.read_text().splitlines():
+            if "listening on " in line:
+                message: str = json.loads(line)["message"]
+                return message.removeprefix("listening on ")
 
 
 def _children(process: subprocess.Popen[bytes]) -> list[psutil.Process]:

@@ -148,6 +148,7 @@ def _listen(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        listener.listen(1024)  # clients may come as soon as the log says so
     except OSError as error:
         listener.close()
         raise ConfigError(
