@@ -6,19 +6,23 @@ Exit codes: 0 done, 1 the engine failed, 2 a flag, model folder or kernel is wro
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from moet import __version__, log
+from moet.bench.command import add_flags as add_bench_flags
 from moet.commands import COMMANDS
 from moet.errors import CheckpointError, ConfigError, KernelError, MoetError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
-    args = parser().parse_args(with_dashes(sys.argv[1:] if argv is None else argv))
+    words, passed_on = for_client(with_dashes(sys.argv[1:] if argv is None else argv))
+    args = parser().parse_args(words)
+    args.words, args.passed_on = words, passed_on
     log.set_up(level=args.log_level, json_lines=args.log_json)
     try:
         return COMMANDS[args.command](args)
@@ -48,6 +52,14 @@ def with_dashes(argv: Sequence[str]) -> list[str]:
     return words
 
 
+def for_client(words: list[str]) -> tuple[list[str], list[str]]:
+    """The words for moet, and those behind a `--` of `moet launch`, which are for the client."""
+    if words[:1] != ["launch"] or "--" not in words:
+        return words, []
+    end = words.index("--")
+    return words[:end], words[end + 1 :]
+
+
 def parser() -> argparse.ArgumentParser:
     """All commands and their flags."""
     top = argparse.ArgumentParser(
@@ -61,8 +73,11 @@ def parser() -> argparse.ArgumentParser:
     _convert(_command(commands, "convert", "turn a checkpoint into a pack"))
     _make(_command(commands, "make-checkpoint", "write a synthetic checkpoint"))
     _plan(_command(commands, "plan", "say what fits on which cards, and how fast it will be"))
+    bench = _command(commands, "bench", "measure a server, the engine, or a step")
+    add_bench_flags(bench, num_tokens)
     doctor_parser = _command(commands, "doctor", "report on this machine")
     doctor_parser.add_argument("--json", action="store_true", help="as one JSON object")
+    _launch(_command(commands, "launch", "start a coding agent that talks to this server"))
     _command(commands, "version", "print the version")
     return top
 
@@ -110,6 +125,11 @@ def _engine_flags(made: argparse.ArgumentParser) -> None:
                        help="host memory for the pages of preempted requests")  # fmt: skip
     cache.add_argument("--snapshot-memory", type=num_bytes, default=64 << 20, metavar="SIZE",
                        help="states from which the prefix cache resumes")  # fmt: skip
+    cache.add_argument("--kv-host-cache", type=gib, default=0, metavar="GIB",
+                       help="host memory for prefix-cache pages that leave the device")  # fmt: skip
+    cache.add_argument("--kv-disk-cache", type=folder_and_gib, default=(None, 0),
+                       metavar="FOLDER,GIB",
+                       help="keep prefix-cache pages on disk, also for the next start")  # fmt: skip
     cache.add_argument("--prefix-cache", choices=["on", "exact", "off"], default=None)
     cache.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction,
                        default=True, help="the same as --prefix-cache on or off")  # fmt: skip
@@ -122,6 +142,10 @@ def _engine_flags(made: argparse.ArgumentParser) -> None:
                        help="of its rate a long prompt may cost a decoding request")  # fmt: skip
     steps.add_argument("--max-num-queued-reqs", type=int, default=1024)
     steps.add_argument("--max-num-queued-tokens", type=num_tokens, default=4_000_000)
+    steps.add_argument("--queue-timeout", type=float, default=None, metavar="SECONDS",
+                       help="how long a request may wait for its first step")  # fmt: skip
+    steps.add_argument("--step-timeout", type=float, default=300.0, metavar="SECONDS",
+                       help="a longer step is logged and makes /health answer 503")  # fmt: skip
     steps.add_argument("--overlap", "--async-scheduling", action=argparse.BooleanOptionalAction,
                        default=True, help="make a step while the last one runs")  # fmt: skip
 
@@ -151,6 +175,14 @@ def _serve(made: argparse.ArgumentParser) -> None:
     http.add_argument("--sse-keep-alive-interval", type=float, default=15.0, metavar="SECONDS")
     http.add_argument("--max-thinking-tokens", type=num_tokens, default=None, metavar="TOKENS",
                       help="of reasoning in an answer; a request may ask for less")  # fmt: skip
+    http.add_argument("--request-timeout", type=float, default=None, metavar="SECONDS",
+                      help="from a request's arrival to its last token")  # fmt: skip
+    http.add_argument("--allowed-origins", type=origins, default=(), metavar="URL,...",
+                      help="web pages that may call, or * (default: none but ours)")  # fmt: skip
+    http.add_argument("--log-raw-output", type=Path, default=None, metavar="FOLDER",
+                      help="write every answer as the model made it, one file each")  # fmt: skip
+    http.add_argument("--otlp-traces-endpoint", default=None, metavar="URL",
+                      help="send a span of each request there; needs moet[otel]")  # fmt: skip
     http.add_argument("--in-process", action="store_true",
                       help="run the engine on a thread of the server's process")  # fmt: skip
     http.add_argument("--enable-auto-tool-choice", action="store_true", help=argparse.SUPPRESS)
@@ -213,6 +245,18 @@ def _plan(made: argparse.ArgumentParser) -> None:
     steps.add_argument("--kv-cache-memory", type=num_bytes, default=None, metavar="SIZE")
 
 
+def _launch(made: argparse.ArgumentParser) -> None:
+    made.add_argument("client", choices=["claude", "codex", "opencode"])
+    made.add_argument("--url", default="http://127.0.0.1:8000", help="where the server listens")
+    made.add_argument("--api-key", default=None, metavar="KEY",
+                      help="default: the first of MOET_API_KEY")  # fmt: skip
+    made.add_argument("--model", default=None, metavar="NAME",
+                      help="default: the first that the server has")  # fmt: skip
+    made.add_argument("--print", dest="print_only", action="store_true",
+                      help="say what would be set and run, and start nothing")  # fmt: skip
+    made.epilog = "What stands behind -- is passed on to the client."
+
+
 def _make(made: argparse.ArgumentParser) -> None:
     made.add_argument("model", help="deepseek-v4-flash or glm-5.2")
     made.add_argument("--size", default="tiny", help="tiny, small or full")
@@ -231,11 +275,38 @@ def num_bytes(text: str) -> int:
     return _quantity(text.lower().removesuffix("b") if text.lower()[-2:-1] != "i" else text, text)
 
 
+def gib(text: str) -> int:
+    """Parse a size in bytes: a number of GiB, or with another unit."""
+    return num_bytes(f"{text}GiB" if text.replace(".", "", 1).isdigit() else text)
+
+
+def folder_and_gib(text: str) -> tuple[str, int]:
+    """Parse FOLDER,GIB: a folder and a size in bytes."""
+    folder, comma, size = text.rpartition(",")
+    if not comma or not folder:
+        raise argparse.ArgumentTypeError(f"{text!r} is no folder and size, such as ~/kv,100")
+    return folder, gib(size)
+
+
 def num_tokens(text: str) -> int:
     """Parse a count: 32768, 32k (1,000 each) or 32K (1,024 each), as vLLM does."""
     if text[-1:] in ("K", "M", "G"):
         return _quantity(text.lower() + "ib", text)
     return _quantity(text, text)
+
+
+def origins(text: str) -> tuple[str, ...]:
+    """Parse origins of web pages: separated by commas, or a JSON list, as vLLM takes them."""
+    text = text.strip()
+    if text.startswith("["):
+        try:
+            listed = json.loads(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a JSON list") from None
+        if not all(isinstance(each, str) for each in listed):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a list of strings")
+        return tuple(listed)
+    return tuple(each.strip() for each in text.split(",") if each.strip())
 
 
 def _quantity(text: str, said: str) -> int:

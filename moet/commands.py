@@ -45,6 +45,10 @@ def serve(args: argparse.Namespace) -> int:
         shutdown_timeout_s=args.shutdown_timeout,
         keep_alive_s=args.sse_keep_alive_interval,
         max_thinking_tokens=args.max_thinking_tokens,
+        request_timeout_s=args.request_timeout,
+        raw_log_folder=args.log_raw_output,
+        otlp_endpoint=args.otlp_traces_endpoint,
+        allowed_origins=args.allowed_origins,
     )
     service = Service(
         lambda on_death: _engine(
@@ -169,6 +173,13 @@ def plan(args: argparse.Namespace) -> int:
     return 0
 
 
+def bench(args: argparse.Namespace) -> int:
+    """Measure a server, the engine, or a step."""
+    from moet.bench.command import run
+
+    return run(args)
+
+
 def doctor(args: argparse.Namespace) -> int:
     """Report on this machine; exit code 1 if something will keep moet from serving."""
     from moet.doctor import report
@@ -194,6 +205,18 @@ def doctor(args: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
+def launch(args: argparse.Namespace) -> int:
+    """Start a coding agent, or say how; returns the agent's exit code."""
+    from moet.launch import prepare, run
+
+    keys = [args.api_key] if args.api_key else list(api_keys_from_environment())
+    plan = prepare(args.client, args.url, key=keys[0] if keys else None, model=args.model)
+    if args.print_only:
+        print(plan.describe(args.passed_on))
+        return 0
+    return run(plan, args.passed_on)
+
+
 def version(args: argparse.Namespace) -> int:
     """Print the version."""
     print(__version__)
@@ -207,7 +230,9 @@ COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "convert": convert,
     "make-checkpoint": make_checkpoint,
     "plan": plan,
+    "bench": bench,
     "doctor": doctor,
+    "launch": launch,
     "version": version,
 }
 
@@ -235,6 +260,9 @@ def _engine(
             budget_bytes=args.kv_cache_memory,
             host_budget_bytes=args.host_cache_memory,
             snapshot_budget_bytes=args.snapshot_memory,
+            host_cache_bytes=args.kv_host_cache,
+            disk_cache_folder=args.kv_disk_cache[0],
+            disk_cache_bytes=args.kv_disk_cache[1],
             prefix_cache=prefix_cache,
         ),
         scheduler=SchedulerConfig(
@@ -245,6 +273,8 @@ def _engine(
             max_queued_requests=args.max_num_queued_reqs,
             max_queued_tokens=args.max_num_queued_tokens,
             overlap=args.overlap,
+            queue_timeout_s=args.queue_timeout,
+            step_timeout_s=args.step_timeout,
         ),
         seed=args.seed,
         own_process=own_process,
