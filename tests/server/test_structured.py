@@ -76,6 +76,24 @@ def answer(api: Caller, body: dict[str, Any]) -> tuple[dict[str, Any], str]:
     return message, choice["finish_reason"]
 
 
+def content_of(stream: str) -> str:
+    """The content of a streamed answer of any endpoint, put together."""
+    text = ""
+    for line in stream.splitlines():
+        data = line.removeprefix("data: ")
+        if data == line or data == "[DONE]":
+            continue
+        event = json.loads(data)
+        match event.get("type"):
+            case "response.output_text.delta":
+                text += event["delta"]
+            case "content_block_delta":
+                text += event["delta"].get("text", "")
+            case None:
+                text += "".join(c["delta"].get("content") or "" for c in event["choices"])
+    return text
+
+
 # Content
 
 
@@ -90,6 +108,31 @@ def test_p17_s11_a_schema_holds_behind_the_reasoning_and_not_inside_it() -> None
         message, _ = answer(api, {**HI, **OFF, **json_schema(ANSWER)})
         assert message["reasoning"] is None
         assert json.loads(message["content"]).keys() == {"answer"}
+
+
+@pytest.mark.bug("S11")
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_s11_every_endpoint_gives_the_same_guarantee(stream: bool) -> None:
+    form = {"type": "json_schema", "name": "a", "schema": ANSWER}
+    bodies = {
+        "/v1/responses": {"input": "hi", "text": {"format": form}},
+        "/v1/messages": {
+            **HI,
+            "max_tokens": 200,
+            "output_config": {"format": form},
+            "thinking": {"type": "enabled", "budget_tokens": 100},
+        },
+        PATH: {**HI, **json_schema(ANSWER)},
+    }
+    with writer('2+15 is 17</think>{"answer":"17"} and more') as api:
+        for path, body in bodies.items():
+            response = api.post(path, {**body, "temperature": 0, "stream": stream})
+            assert response.status_code == 200, response.text
+            if stream:
+                assert content_of(response.text) == '{"answer":"17"}'
+            else:
+                assert "2+15 is 17" in response.text
+                assert '"{\\"answer\\":\\"17\\"}"' in response.text
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
