@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -10,6 +12,20 @@ from moet.errors import UnsupportedError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Watch = Callable[[str, Callable[..., Any]], Callable[..., Any]]
+"""Given an op's name and the form that was chosen, what is to be called in its place."""
+
+_watch: ContextVar[Watch | None] = ContextVar("watch", default=None)
+
+
+@contextmanager
+def watching(watch: Watch) -> Iterator[None]:
+    """Let `watch` stand before every op that is bound inside; what is bound outside stays bare."""
+    token = _watch.set(watch)
+    try:
+        yield
+    finally:
+        _watch.reset(token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +69,19 @@ class Op(Generic[P, R]):
         Raises UnsupportedError naming what was tried; never falls back in silence.
         """
         if arch == "reference":
-            return self.reference
+            return self._watched(self.reference)
         for impl in self.impls:
             if impl.supports(arch=arch, **facts):
-                return impl.fn
+                return self._watched(impl.fn)
         tried = ", ".join(impl.name for impl in self.impls) or "none exist"
         raise UnsupportedError(
             f"no implementation of {self.name} for arch={arch} {facts}; tried: {tried}. "
             'arch="reference" runs it in torch.'
         )
+
+    def _watched(self, fn: Callable[P, R]) -> Callable[P, R]:
+        watch = _watch.get()
+        return fn if watch is None else watch(self.name, fn)
 
 
 def op(*, tolerance: float) -> Callable[[Callable[P, R]], Op[P, R]]:
