@@ -143,7 +143,7 @@ def plan(args: argparse.Namespace) -> int:
 
     from moet.plan import make_report, recipes, show
     from moet.runtime.hardware import GIB, hardware
-    from moet.runtime.memory import PlanSettings
+    from moet.runtime.plan_types import PlanSettings
 
     if args.recipes:
         print(recipes(), end="")

@@ -24,7 +24,8 @@ from moet.models.pack import MANIFEST_NAME, is_pack
 from moet.models.release import DenseDtype
 from moet.models.synthetic import MODELS, plan_checkpoint
 from moet.runtime.hardware import COUNTS, GIB, PRESETS, Hardware, hardware
-from moet.runtime.memory import Plan, PlanSettings, plan
+from moet.runtime.memory import plan
+from moet.runtime.plan_types import Plan, PlanSettings
 from moet.runtime.roofline import ASSUMPTIONS, Rates, predict
 
 # What a card set is planned with in docs/recipes.md: host memory, KV format, dense weights.

@@ -11,7 +11,7 @@ import pytest
 from moet.cli import main, parser, with_dashes
 from moet.plan import commands, make_report, raw_config, recipes
 from moet.runtime.hardware import GIB, hardware
-from moet.runtime.memory import PlanSettings
+from moet.runtime.plan_types import PlanSettings
 
 ROOT = Path(__file__).parents[1]
 
@@ -62,6 +62,22 @@ def test_a_folder_is_planned_as_its_config_says(
     report = json.loads(capsys.readouterr().out)
     assert report["dense_dtype"] == "bf16"
     assert len(report["commands"]) == 1
+
+
+@pytest.mark.bug("S12")
+def test_s12_a_server_that_cannot_fit_says_so_before_it_loads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOET_CACHE_DIR", str(tmp_path))
+    config, _ = raw_config("deepseek-v4-flash")  # a folder without any weights
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for model in (str(tmp_path), "demo"):
+        words = ["generate", model, "-p", "hello", "--kv-cache-memory", "4000GiB"]
+        assert main(words) == 2
+        message = capsys.readouterr().err
+        for part in ("GiB are available", "window", "Change: "):
+            assert part in message
+    assert "--kv-cache-memory " in message.partition("Change: ")[2]
 
 
 @pytest.mark.parametrize(

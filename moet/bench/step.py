@@ -152,13 +152,22 @@ def read_rate(num_bytes: int = 256 << 20) -> float:
 
 def show(times: StepTimes, console: Console) -> None:
     """Print the table that says where the time goes."""
-    rows = times.rows()
-    title = f"{rows[-1].note}; memory reads at {times.read_bytes_per_s / 1e9:.1f} GB/s"
-    table = Table("op", "ms/step", "floor ms", "x floor", "what", title=title)
+    *rows, whole = times.rows()
+    title = f"{whole.note}; memory reads at {times.read_bytes_per_s / 1e9:.1f} GB/s"
+    table = Table("op", "calls", "MB", "ms/step", "share", "floor ms", "x floor", title=title)
     for row in rows:
-        times_floor = f"{row.value / row.floor:.1f}" if row.floor else ""
-        table.add_row(row.case, f"{row.value:.3f}", f"{row.floor:.3f}", times_floor, row.note)
+        op = times.ops[row.case]
+        calls, moved = op.num_calls / times.num_steps, op.num_bytes / times.num_steps / 1e6
+        share = f"{row.value / times.step_ms:.1%}"
+        table.add_row(row.case, f"{calls:.0f}", f"{moved:.2f}", *_figures(row, share))
+    table.add_section()
+    table.add_row("step", "", "", *_figures(whole, ""))
     console.print(table)
+
+
+def _figures(row: Row, share: str) -> tuple[str, str, str, str]:
+    over = f"{row.value / row.floor:,.1f}" if row.floor else ""
+    return f"{row.value:.3f}", share, f"{row.floor or 0.0:.3f}", over
 
 
 def _bytes(arguments: Mapping[str, Any], result: Any) -> int:

@@ -9,8 +9,10 @@ import logging
 import os
 import shutil
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -42,8 +44,11 @@ LOG_INTERVAL_S = 5.0
 
 def load_core(config: EngineConfig, progress: Progress) -> EngineCore:
     """Build the core that a config asks for, making its pack first if there is none."""
-    _require_memory(config)
+    known = model_folder(config.model) / "config.json"
+    if known.is_file():  # or else it is the demo, which is not made yet
+        _require_memory(config, read_config(known))
     pack = open_pack(config.model, progress)
+    _require_memory(config, pack.config)
     progress("weights", 0.0)
     model = load_model(pack.config, pack, config.settings, config.cache.kv_dtype)
     experts = _experts(pack, config.settings, progress)
@@ -77,11 +82,10 @@ def _experts(pack: Pack, settings: ModelSettings, progress: Progress) -> ExpertP
     return store
 
 
-def _require_memory(config: EngineConfig) -> None:
+def _require_memory(config: EngineConfig, raw_config: Mapping[str, Any]) -> None:
     """Refuse, before hours of conversion, what this machine's memory cannot hold."""
-    path = model_folder(config.model) / "config.json"
-    if config.settings.arch == "reference" and path.is_file():
-        require_fit(config, read_config(path), psutil.virtual_memory().available)
+    if config.settings.arch == "reference":
+        require_fit(config, raw_config, psutil.virtual_memory().available)
 
 
 def open_pack(model: str, progress: Progress) -> Pack:

@@ -7,15 +7,13 @@ holds its part of the dense weights and of each expert row, and a full copy of t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
-from moet.config import EngineConfig, Precision
+from moet.config import EngineConfig
 from moet.errors import ConfigError
 from moet.models.footprint import Footprint, footprint
 from moet.runtime.hardware import GIB, Hardware, this_host
+from moet.runtime.plan_types import SHORT_CONTEXT, ExpertPlan, KVPlan, Plan, PlanSettings
 
 DEFAULT_WINDOW = 131_072  # tokens, where a longer one would cost expert slots
 DEVICE_RESERVE_BYTES = 1 * GIB  # driver context, kernels, collectives' buffers, fragmentation
@@ -24,74 +22,6 @@ SCORE_BYTES = GIB // 2  # index scores of one tile of queries over the whole win
 STAGING_BYTES = 2 * GIB  # at most, of the ring that streams a layer's experts through a prefill
 HOST_RESERVE_BYTES = 8 * GIB  # operating system, server process, file cache
 CPU_RESERVE_BYTES = GIB // 2  # the server process
-SHORT_CONTEXT = 8192  # tokens of the sequences that num_short_seqs counts
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlanSettings:
-    """What a user chooses. max_model_len None: planned; kv_cache_bytes None: what is left.
-
-    host_cache_bytes, snapshot_bytes: host memory for pages of preempted sequences and for resume
-    snapshots.
-    """
-
-    precision: Precision = "w2"
-    max_model_len: int | None = None
-    max_num_seqs: int = 4
-    max_num_batched_tokens: int = 8192
-    kv_cache_bytes: int | None = None
-    host_cache_bytes: int = 256 << 20
-    snapshot_bytes: int = 64 << 20
-
-
-class ExpertPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Rows by tier: never leaving the cards, in the cards' cache, in host memory, on disk alone.
-
-    Cached rows are in host memory or on disk as well.
-    """
-
-    row_bytes: int
-    num_rows: int
-    num_static: int
-    num_cached: int
-    num_host: int
-    num_disk: int
-
-    @property
-    def device_share(self) -> float:
-        return (self.num_static + self.num_cached) / self.num_rows
-
-    @property
-    def memory_share(self) -> float:
-        """Of rows that are on a card or in host memory."""
-        return min(1.0, (self.num_static + max(self.num_host, self.num_cached)) / self.num_rows)
-
-
-class KVPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """State. num_tokens: that the page pool holds. num_short_seqs: sequences of SHORT_CONTEXT
-    tokens that pages and rings hold at once if --max-num-seqs asks for them."""
-
-    bytes_per_token: float
-    bytes_per_seq: int
-    num_pages: int
-    num_tokens: int
-    max_model_len: int
-    largest_model_len: int
-    max_num_seqs: int
-    num_short_seqs: int
-
-
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """device_bytes: of one card, by use; sums to its memory. host_bytes likewise, for the host."""
-
-    hardware: str
-    num_devices: int
-    resident: bool
-    device_bytes: dict[str, int]
-    host_bytes: dict[str, int]
-    disk_bytes: int
-    experts: ExpertPlan
-    kv: KVPlan
 
 
 def plan(model: Footprint, hardware: Hardware, settings: PlanSettings) -> Plan:
@@ -112,7 +42,7 @@ def require_fit(config: EngineConfig, raw_config: Mapping[str, Any], available_b
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
         kv_cache_bytes=cache.budget_bytes,
-        host_cache_bytes=cache.host_budget_bytes,
+        host_cache_bytes=cache.host_budget_bytes + cache.host_cache_bytes,
         snapshot_bytes=0 if cache.prefix_cache == "off" else cache.snapshot_budget_bytes,
     )
     return plan(model, this_host(available_bytes), chosen)
@@ -174,7 +104,7 @@ class _Planner:
             return {
                 "dense fp32": 4 * model.dense.num_values,
                 "kv rings": rings,
-                "kv of preempted sequences": settings.host_cache_bytes,
+                "kv in host memory": settings.host_cache_bytes,
                 "resume snapshots": settings.snapshot_bytes,
                 "workspace": 2 * step + logits,
                 "reserve": CPU_RESERVE_BYTES,
@@ -311,7 +241,7 @@ class _Planner:
             return {}
         uses = {
             "experts": experts.num_host * self.whole_row,
-            "kv of preempted sequences": self.settings.host_cache_bytes,
+            "kv in host memory": self.settings.host_cache_bytes,
             "resume snapshots": self.settings.snapshot_bytes,
             "reserve": HOST_RESERVE_BYTES,
         }

@@ -13,7 +13,7 @@ import msgspec
 
 from moet.models.footprint import Footprint
 from moet.runtime.hardware import Hardware
-from moet.runtime.memory import Plan
+from moet.runtime.plan_types import Plan
 
 # Share of the memory's read rate that 2-bit expert products reach, by distinct experts of a layer:
 # unpolished kernels on an H200, K = N = 4096.

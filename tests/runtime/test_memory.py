@@ -15,7 +15,8 @@ from moet.errors import ConfigError
 from moet.models.footprint import Footprint, footprint
 from moet.models.synthetic import plan_checkpoint
 from moet.runtime.hardware import GIB, PRESETS, Hardware, hardware, this_host
-from moet.runtime.memory import Plan, PlanSettings, plan, require_fit
+from moet.runtime.memory import plan, require_fit
+from moet.runtime.plan_types import Plan, PlanSettings
 
 
 def full(model: str, flavour: str | None = None) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from moet.models.footprint import footprint
 from moet.models.synthetic import plan_checkpoint
 from moet.runtime.hardware import GIB, hardware
-from moet.runtime.memory import PlanSettings, plan
+from moet.runtime.memory import plan
+from moet.runtime.plan_types import PlanSettings
 from moet.runtime.roofline import HIT_CURVES, Rate, Rates, distinct_experts, hit_rate, predict
 
 FLASH = footprint(plan_checkpoint("full").texts["config.json"], num_spec_tokens=2)
