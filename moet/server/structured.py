@@ -165,7 +165,7 @@ def _as_format(spec: GrammarSpec) -> Format:
     """A content grammar as a part of a larger one."""
     match spec.kind:
         case "json_schema":
-            return json_value(json.loads(spec.text))
+            return json_value(json.loads(spec.text), exact=True)
         case "choice":
             return either([const(text) for text in json.loads(spec.text)])
         case "regex":

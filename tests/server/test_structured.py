@@ -339,12 +339,20 @@ def test_with_tools_an_answer_is_of_the_schema_or_a_call() -> None:
         assert json.loads(message["content"]).keys() == {"answer"}
 
 
+def limited(most: int) -> dict[str, Any]:
+    text = {"type": "string", "maxLength": most}
+    return {"type": "object", "properties": {"answer": text}, "required": ["answer"]}
+
+
 def test_a_schema_that_cannot_be_held_beside_tools_is_refused() -> None:
-    form = json_schema({"allOf": [ANSWER, {"type": "object"}]})
-    with writer('</think>{"answer":"x"}') as api:
-        error = error_of(api.post(PATH, {**HI, "tools": [LS], **form}), 400)
-        assert error["param"] == "response_format"
-        assert json.loads(answer(api, {**HI, **form})[0]["content"]) == {"answer": "x"}
+    with writer('</think>{"answer":"xyz"}') as api:
+        for schema in ({"allOf": [ANSWER, {"type": "object"}]}, limited(5000)):
+            form = json_schema(schema)
+            error = error_of(api.post(PATH, {**HI, "tools": [LS], **form}), 400)
+            assert error["param"] == "response_format"
+            assert json.loads(answer(api, {**HI, **form})[0]["content"]) == {"answer": "xyz"}
+        message, _ = answer(api, {**HI, "tools": [LS], **json_schema(limited(2))})
+        assert json.loads(message["content"]) == {"answer": "xy"}
 
 
 def test_a_tool_whose_schema_is_broken_is_refused_when_it_has_to_be_called() -> None:

@@ -72,19 +72,27 @@ def regex(pattern: str) -> Format:
     return {"type": "regex", "pattern": pattern}
 
 
-def json_value(schema: object) -> Format:
+def json_value(schema: object, *, exact: bool = False) -> Format:
     """JSON of a schema.
 
     The compiler would let control characters into strings of a stated length. They get a pattern
-    instead, which keeps out escaped characters, too; longer ones than that is good for any length.
+    instead, which keeps out escaped characters, too. Lengths that are too long for that, or stand
+    beside a pattern, are dropped, or if `exact` kept.
     """
     schema = copy.deepcopy(schema)
     for inside in schemas_in(schema):
-        least, most = inside.pop("minLength", None), inside.pop("maxLength", None)
-        if "pattern" not in inside and (least or most is not None):
-            low = least if isinstance(least, int) else 0
-            if isinstance(most, int) and low <= most <= MAX_PATTERN_LENGTH:
-                inside["pattern"] = f"^.{{{low},{most}}}$"
+        low, high = inside.get("minLength", 0), inside.get("maxLength")
+        short = (
+            isinstance(low, int)
+            and isinstance(high, int)
+            and low <= high <= MAX_PATTERN_LENGTH
+            and "pattern" not in inside
+        )
+        if short:
+            inside["pattern"] = f"^.{{{low},{high}}}$"
+        if short or not exact:
+            inside.pop("minLength", None)
+            inside.pop("maxLength", None)
     return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_WHITESPACE}
 
 
