@@ -151,6 +151,11 @@ class Choice(Protocol):
 
     reasoning_tokens: int
 
+    @property
+    def num_malformed(self) -> int | None:
+        """Tags and calls that had to be dropped or mended; None where there is no parser."""
+        ...
+
     def add(self, output: Output) -> list[dict[str, Any]]:
         """The choice objects of chunks that an increment makes; none if all of it is held back."""
         ...
@@ -186,14 +191,27 @@ class Answer(Exchange):
             for choice in self._add(output):
                 usage = self.usage if self._body.continuous_usage else None
                 yield self.header.chunk([choice], usage)
-        if self._body.include_usage:
-            yield self.header.chunk([], self.usage)
+        if self._body.include_usage or self._body.timings:
+            usage = self.usage if self._body.include_usage else None
+            yield self._timed(self.header.chunk([], usage))
 
     async def collect(self, generation: Generation) -> dict[str, Any]:
         """The answer as one body."""
         async for output in self._outputs(generation):
             self._add(output)
-        return self.header.chunk([choice.whole() for choice in self._choices], self.usage)
+        choices = [choice.whole() for choice in self._choices]
+        return self._timed(self.header.chunk(choices, self.usage))
+
+    @property
+    def num_malformed(self) -> int | None:
+        """Tags and calls that had to be dropped or mended."""
+        counts = [choice.num_malformed for choice in self._choices]
+        known = [count for count in counts if count is not None]
+        return sum(known) if known else None
+
+    def _timed(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The body with its timings, if they were asked for."""
+        return {**body, "timings": self.clock.timings()} if self._body.timings else body
 
     def _add(self, output: Output) -> list[dict[str, Any]]:
         chunks = self._choices[output.index].add(output)

@@ -6,15 +6,18 @@ Knows nothing of processes or signals; `server.run` starts it.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import cached_property
+from time import monotonic
 from typing import Any, Protocol
 
 import msgspec
 import orjson
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
@@ -37,10 +40,15 @@ from moet.server.openai import (
     ChatRequest,
     CompletionRequest,
 )
+from moet.server.operations import Operations
+from moet.server.page import Page
+from moet.server.raw_log import RawLog
 from moet.server.reasoning import ReasoningDefaults
 from moet.server.request_ids import RequestIds
 from moet.server.responses import InputTokensRequest, ResponsesRequest, responses_answer
+from moet.server.schema import openapi
 from moet.server.stream import EventStream, or_gone
+from moet.server.tracing import make_tracer
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +86,11 @@ class Api:
         self.config = config
         self.names = config.served_model_names or (engine.model,)
         self.bodies = BodyReader(config.max_body_bytes)
+        self.operations = Operations(
+            request_timeout_s=config.request_timeout_s,
+            raw_log=None if config.raw_log_folder is None else RawLog(config.raw_log_folder),
+            tracer=make_tracer(config.otlp_endpoint),
+        )
         self.reasoning = ReasoningDefaults(
             effort=config.reasoning_effort,
             template_kwargs=config.default_chat_template_kwargs,
@@ -131,6 +144,7 @@ class Api:
         return chat_format(self.engine.text)
 
     async def _answer(self, request: Request, answer: Exchange, *, stream: bool) -> Response:
+        answer.operations = self.operations
         generation = await answer.open()
         if stream:
             return EventStream(
@@ -199,6 +213,9 @@ class Api:
     async def health(self, request: Request) -> Response:
         if self.engine.state in ("dead", "closed"):
             raise EngineDeadError(f"the engine is {self.engine.state}")
+        if self.engine.late_step is not None:
+            message = f"a step takes longer than --step-timeout: {self.engine.late_step}"
+            raise HttpError(503, message, kind="server_error", code="late_step")
         return json_response({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
@@ -210,8 +227,28 @@ class Api:
 
     async def metrics(self, request: Request) -> Response:
         stats = await self.engine.astats()
-        text = metrics.render(stats, self.engine.info, self.names[0])
+        text = metrics.render(stats, self.engine.info, self.names[0], self.operations.counters)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def live(self, request: Request) -> Response:
+        """What the page at "/" shows: the books and the clock they were read at."""
+        stats = await self.engine.astats()
+        return json_response(
+            {
+                "time": monotonic(),
+                "version": __version__,
+                "models": self.names,
+                "state": "draining" if self.traffic.draining else self.engine.state,
+                "late_step": self.engine.late_step,
+                "info": msgspec.to_builtins(self.engine.info),
+                "stats": msgspec.to_builtins(stats),
+                "server": dataclasses.asdict(self.operations.counters),
+            }
+        )
+
+    async def experts(self, request: Request) -> Response:
+        """Where the routed experts are, and how many rows each has had, by layer."""
+        return json_response(msgspec.to_builtins(await self.engine.aexpert_stats()))
 
     async def version(self, request: Request) -> Response:
         return json_response({"version": __version__})
@@ -231,6 +268,17 @@ class Api:
 
 Handler = Callable[[Request], Awaitable[Response]]
 
+BODIES: dict[str, type[msgspec.Struct]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/responses/input_tokens": InputTokensRequest,
+    "/tokenize": Tokenize,
+    "/detokenize": Detokenize,
+}
+
 
 def create_app(engine: Engine, config: ServerConfig) -> FastAPI:
     """The application; `app.state.traffic` tells who drains what is under way."""
@@ -238,8 +286,18 @@ def create_app(engine: Engine, config: ServerConfig) -> FastAPI:
     api = Api(engine, config, traffic)
     app = FastAPI(title="moet", version=__version__, docs_url=None, redoc_url=None)
     app.state.traffic = traffic
+    app.state.operations = api.operations
+    page = Page()
     app.add_middleware(Gate, traffic=traffic, api_keys=config.api_keys)
     app.add_middleware(RequestIds)
+    if config.allowed_origins:  # outermost, since a browser asks before it sends a key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Request-Id", "Retry-After"],
+        )
     app.add_exception_handler(HTTPException, _no_such_route)
     posts: dict[str, Handler] = {
         "/v1/chat/completions": api.chat,
@@ -259,10 +317,15 @@ def create_app(engine: Engine, config: ServerConfig) -> FastAPI:
         "/metrics": api.metrics,
         "/version": api.version,
         "/server_info": api.server_info,
+        "/live": api.live,
+        "/moe/stats": api.experts,
+        "/": page.index,
+        "/static/{name}": page.file,
     }
     for method, routes in (("POST", posts), ("GET", gets)):
         for path, handler in routes.items():
             app.add_api_route(path, _guarded(handler), methods=[method], name=handler.__name__)
+    app.openapi = lambda: openapi(app, BODIES)  # type: ignore[method-assign]
     return app
 
 

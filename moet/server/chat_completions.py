@@ -90,6 +90,11 @@ class ChatChoice:
         self._has_role = False
         self.reasoning_tokens = 0
 
+    @property
+    def num_malformed(self) -> int | None:
+        """Tags and calls that had to be dropped or mended."""
+        return self._reader.num_malformed
+
     def add(self, output: Output) -> list[dict[str, Any]]:
         """The choice objects of chunks that an increment makes; none if all of it is held back."""
         self._pending.add(output)

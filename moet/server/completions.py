@@ -77,6 +77,7 @@ class _Choice:
         self._is_first = True
         self._parts: list[dict[str, Any]] = []
         self.reasoning_tokens = 0  # nothing is told apart here
+        self.num_malformed: int | None = None
 
     def add(self, output: Output) -> list[dict[str, Any]]:
         """The choice objects of chunks that an increment makes; none if all of it is held back."""

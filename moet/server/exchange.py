@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from moet.errors import RequestError
 from moet.runtime.engine import Engine, Generation
 from moet.runtime.output import Output
 from moet.server.errors import error_object
+from moet.server.operations import Clock, Operations
 from moet.server.stream import DATA_FRAMES, Framing
 from moet.types import Request
 
@@ -61,6 +63,8 @@ class Exchange(ABC):
         self.usage = Usage(sum(len(r.prompt_token_ids) for r in requests[::samples]))
         self._requests = requests
         self._name = name
+        self.clock = Clock(self.usage.prompt_tokens)
+        self.operations = Operations()
         self._samples = samples
         self._field = field
 
@@ -81,14 +85,23 @@ class Exchange(ABC):
     async def collect(self, generation: Generation) -> dict[str, Any]:
         """The answer as one body."""
 
+    @property
+    def num_malformed(self) -> int | None:
+        """Tags and calls that a parser had to drop or mend; None where there is no parser."""
+        return None
+
     def failure(self, error: Exception) -> dict[str, Any]:
         """The chunk that ends a stream when something goes wrong."""
         return error_object(error)
 
     async def _outputs(self, generation: Generation) -> AsyncGenerator[Output, None]:
-        async with generation:
-            async for output in generation:
-                output.raise_if_failed()
+        followed = self.operations.follow(
+            generation, self.clock, answer_id=self._name, model=self.engine.model
+        )
+        async with aclosing(followed):
+            async for output in followed:
                 self.usage.add(output, samples=self._samples)
+                self.clock.num_cached_tokens = self.usage.cached_tokens
                 yield output
+        self.operations.count(self.num_malformed)
         logger.info("finished %s: %s", self._name, self.usage.body())

@@ -10,8 +10,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moet.errors import OverloadedError
 from moet.server.errors import HttpError, error_response
+from moet.server.page import PREFIX
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics"})  # and the files of the page
 
 
 class Traffic:
@@ -46,7 +47,7 @@ class Gate:
         self._keys = [key.encode() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        if scope["type"] != "http" or _is_open(scope["path"]):
             await self.app(scope, receive, send)
             return
         if not self._allowed(scope):
@@ -79,6 +80,10 @@ class Gate:
                 offered = value[7:].strip()
         matches = [hmac.compare_digest(offered, key) for key in self._keys]
         return any(matches)
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith(PREFIX)
 
 
 def _wrong_key() -> HttpError:

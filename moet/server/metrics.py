@@ -15,6 +15,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from moet.runtime.metrics import CoreInfo, CoreStats, HistogramStats
+from moet.server.operations import ServerCounters
 
 GAUGES = {
     "num_requests_running": ("num_running", "requests in the running batch"),
@@ -31,15 +32,25 @@ COUNTERS = {
     "prefix_cache_hits": ("prefix_hits", "tokens found in the prefix cache"),
     "num_preemptions": ("num_preemptions", "times that a request had to leave the device"),
     "num_recomputed": ("num_recomputed", "preemptions after which the state was computed again"),
+    "queue_timeouts": ("num_queue_timeouts", "requests that waited longer than --queue-timeout"),
     "admission_rejections": ("num_rejected", "requests refused because the queue was full"),
     "corrupted_requests": ("num_corrupted", "requests ended by logits that are not numbers"),
     "failed_steps": ("num_failed_steps", "steps that ended in a fault"),
     "split_steps": ("num_split_steps", "steps made in parts, as their experts did not fit"),
     "engine_steps": ("num_steps", "steps"),
 }
+SERVER_COUNTERS = {
+    "tool_call_parser_invocations": ("num_parsed", "chat answers that the output parser read"),
+    "tool_call_parser_failures": ("num_malformed", "tags and calls that were dropped or mended"),
+    "request_timeouts": ("num_timeouts", "requests that took longer than --request-timeout"),
+}
 HISTOGRAMS = {
     "time_to_first_token_seconds": ("time_to_first_token_s", "arrival to first token"),
     "inter_token_latency_seconds": ("inter_token_latency_s", "token to next token"),
+    "request_time_per_output_token_seconds": (
+        "time_per_output_token_s",
+        "a request's mean token to next token",
+    ),
     "e2e_request_latency_seconds": ("request_latency_s", "arrival to last token"),
     "request_queue_time_seconds": ("queue_time_s", "arrival to first step"),
     "request_prefill_time_seconds": ("prefill_time_s", "first step to first token"),
@@ -50,8 +61,10 @@ HISTOGRAMS = {
 
 
 class _Books(Collector):
-    def __init__(self, stats: CoreStats, info: CoreInfo, model: str) -> None:
-        self.stats, self.info, self.model = stats, info, model
+    def __init__(
+        self, stats: CoreStats, info: CoreInfo, model: str, server: ServerCounters
+    ) -> None:
+        self.stats, self.info, self.model, self.server = stats, info, model, server
 
     def collect(self) -> Iterator[Metric]:
         labels = ["model_name"]
@@ -62,6 +75,10 @@ class _Books(Collector):
         for name, (field, text) in COUNTERS.items():
             counter = CounterMetricFamily(f"moet:{name}", text, labels=labels)
             counter.add_metric([self.model], getattr(self.stats, field))
+            yield counter
+        for name, (field, text) in SERVER_COUNTERS.items():
+            counter = CounterMetricFamily(f"moet:{name}", text, labels=labels)
+            counter.add_metric([self.model], getattr(self.server, field))
             yield counter
         finished = CounterMetricFamily(
             "moet:request_success", "finished requests", labels=[*labels, "finished_reason"]
@@ -98,8 +115,8 @@ def _buckets(values: HistogramStats) -> list[tuple[str, float]]:
     return buckets
 
 
-def render(stats: CoreStats, info: CoreInfo, model: str) -> bytes:
+def render(stats: CoreStats, info: CoreInfo, model: str, server: ServerCounters) -> bytes:
     """The text of /metrics."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Books(stats, info, model))
+    registry.register(_Books(stats, info, model, server))
     return generate_latest(registry)

@@ -76,6 +76,7 @@ class SharedFields(msgspec.Struct, kw_only=True):
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     return_token_ids: bool | None = None
+    timings: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
     request_id: str | None = None

@@ -83,6 +83,7 @@ class Service:
         finally:
             listener.close()
             self.engine.close()
+            self.app.state.operations.close()
         if self.died:
             raise self.engine.error or EngineDeadError("the engine has died")
 

@@ -129,6 +129,11 @@ class TurnReader:
         self._reasons = False  # whether the last delta shown was reasoning
         self._called = False
 
+    @property
+    def num_malformed(self) -> int:
+        """Tags and calls that had to be dropped or mended."""
+        return self._parser.num_malformed
+
     def read(self, output: Output) -> list[Delta]:
         """The deltas that an increment makes; none if all of it is held back."""
         self._counter.push(output.token_ids)

@@ -75,6 +75,11 @@ class TurnAnswer(Exchange):
                 pass
         return self._writer.whole()
 
+    @property
+    def num_malformed(self) -> int | None:
+        """Tags and calls that had to be dropped or mended."""
+        return self._reader.num_malformed
+
     def failure(self, error: Exception) -> dict[str, Any]:
         """The event that ends a stream when something goes wrong."""
         return self._writer.failure(error)
