@@ -1,5 +1,5 @@
-"""Attention of one sequence over the rows of its window and its compressed entries. Keys are the
-values. Knows nothing of pages: it is handed decoded rows."""
+"""Attention over window rows and compressed entries; keys are the values. `sparse_attention` is
+handed one sequence's decoded rows, `window_attention` finds the rows of a whole step itself."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from moet.kernels.cache import Cache, EntryFormat, fp8_rows_fit
 from moet.kernels.gemm import matmul
-from moet.kernels.registry import op
+from moet.kernels.registry import GPU_ARCHS, op
+from moet.kernels.rope import rope
+from moet.kernels.rows import Rows
 
 
 def attend(q: Tensor, rows: Tensor, sink: Tensor, scale: float) -> Tensor:
@@ -50,3 +53,121 @@ def sparse_attention(
         entries = compressed[:chosen] if isinstance(chosen, int) else compressed[chosen]
         out[i] = attend(query, torch.cat([window[first:last], entries]), sink, scale)
     return out.to(q.dtype)
+
+
+@op(tolerance=2**-7)
+def window_attention(
+    q: Tensor,
+    sink: Tensor,
+    window: Cache,
+    chunk: Cache | None,
+    entries: Cache | None,
+    selected: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    rows: Rows,
+    *,
+    scale: float,
+    sliding_window: int,
+    ratio: int,
+) -> Tensor:
+    """Each row's query over the last sliding_window tokens and compressed entries, rotated back.
+
+    q: [T, H, dim] fp32 or bf16. sink: [H] fp32. window: the ring of rows. chunk: None if the
+    step's own rows are in the ring already (rows.short); otherwise one page with a place per row of
+    the step, and the ring ends before it. entries: one per `ratio` tokens, or None for window-only
+    layers. selected: [T, k] int32, ascending entry numbers filled up with -1; None: all visible.
+    cos, sin: [T, rope_dim / 2] fp32, of the inverse rotation. Returns [T, H, dim] in the dtype of
+    q, rounded before and after the rotation.
+    """
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    for first, last in rows.sequences():
+        start = int(rows.positions[first])
+        oldest, recent = _window_rows(first, last, start, window, chunk, rows, sliding_window)
+        spans = [
+            (max(p - sliding_window + 1, 0) - oldest, p + 1 - oldest)
+            for p in range(start, start + last - first)
+        ]
+        compressed = recent[:0]
+        chosen: list[Tensor | int] = [0] * (last - first)
+        if entries is not None:
+            compressed, chosen = _entries(first, last, entries, selected, rows, ratio)
+        out[first:last] = sparse_attention(
+            q[first:last], recent, spans, compressed, chosen, sink, scale=scale
+        )
+    return rope(out, cos, sin, inverse=True)
+
+
+def _window_rows(
+    first: int,
+    last: int,
+    start: int,
+    window: Cache,
+    chunk: Cache | None,
+    rows: Rows,
+    sliding_window: int,
+) -> tuple[int, Tensor]:
+    """The first position that one sequence's window reaches, and the rows from there on."""
+    oldest = max(start - sliding_window + 1, 0)
+    ring = window.form.entries_per_page
+    end = start if chunk is not None else start + last - first
+    tokens = torch.arange(oldest, end, device=rows.positions.device)
+    past = window.read(rows.seq_slots[first] * ring + tokens % ring)
+    if chunk is None:
+        return oldest, past
+    own = chunk.read(torch.arange(first, last, device=past.device))
+    return oldest, torch.cat([past, own])
+
+
+def _entries(
+    first: int, last: int, entries: Cache, selected: Tensor | None, rows: Rows, ratio: int
+) -> tuple[Tensor, list[Tensor | int]]:
+    """Entries of one sequence and which of them each of its rows attends to."""
+    page_row = rows.page_rows[first]
+    visible = rows.visible(ratio)[first:last].tolist()
+    if selected is not None and last - first == 1:  # read no more than is used
+        places = selected[first][selected[first] >= 0].long()
+        return entries.read(rows.entry_slots(page_row, places, ratio)), [len(places)]
+    every = torch.arange(visible[-1], device=rows.positions.device)
+    compressed = entries.read(rows.entry_slots(page_row, every, ratio))
+    if selected is None:
+        return compressed, list(visible)
+    return compressed, [row[row >= 0].long() for row in selected[first:last]]
+
+
+def _rows_fit(*, arch: str, form: EntryFormat, num_heads: int) -> bool:
+    return arch in GPU_ARCHS and fp8_rows_fit(form)
+
+
+@window_attention.impl("triton_fp8", supports=_rows_fit)
+def _window_attention(
+    q: Tensor,
+    sink: Tensor,
+    window: Cache,
+    chunk: Cache | None,
+    entries: Cache | None,
+    selected: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    rows: Rows,
+    *,
+    scale: float,
+    sliding_window: int,
+    ratio: int,
+) -> Tensor:
+    from moet.kernels import triton_attention
+
+    return triton_attention.window_attention(
+        q,
+        sink,
+        window,
+        chunk,
+        entries,
+        selected,
+        cos,
+        sin,
+        rows,
+        scale=scale,
+        sliding_window=sliding_window,
+        ratio=ratio,
+    )

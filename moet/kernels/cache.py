@@ -3,12 +3,14 @@ out; which page belongs to whom is the runtime's affair, what an entry means the
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
 from moet.errors import ConfigError
+from moet.kernels.norm import rms_norm
 from moet.kernels.quant import (
     MXFP4_BLOCK,
     fp4_qdq,
@@ -18,6 +20,8 @@ from moet.kernels.quant import (
     mxfp4_decode,
     mxfp4_encode,
 )
+from moet.kernels.registry import GPU_ARCHS, op
+from moet.kernels.rope import rope
 
 FP8_KV_BLOCK = 64  # values that share a scale in an fp8 KV row
 
@@ -48,6 +52,39 @@ class EntryFormat(Protocol):
     def round(self, rows: Tensor) -> Tensor:
         """rows [..., width] fp32 as they would be read back."""
         ...
+
+
+class PlanedFormat(EntryFormat, Protocol):
+    """A format whose entries lie in planes, so that their bytes can be moved as they are."""
+
+    def planes(self) -> Planes:
+        """Where the bytes of an entry are in a page."""
+        ...
+
+    def with_entries(self, entries_per_page: int) -> Self:
+        """The same encoding in pages of another size."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """State of one kind and layer. pages: [num_pages or num_seq_slots, page_bytes] uint8."""
+
+    pages: Tensor
+    form: PlanedFormat
+
+    def write(self, slots: Tensor, rows: Tensor) -> None:
+        """rows: [n, width] fp32 to slots [n] int64; -1 is skipped."""
+        self.form.write(self.pages, slots, rows)
+
+    def read(self, slots: Tensor) -> Tensor:
+        """Returns [n, width] fp32."""
+        return self.form.read(self.pages, slots)
+
+    def scratch(self, num_entries: int) -> Cache:
+        """Room for num_entries (at least one) entries of the same encoding, in one page."""
+        form = self.form.with_entries(max(1, num_entries))
+        return Cache(self.pages.new_empty(1, form.page_bytes), form)
 
 
 class Planes:
@@ -108,6 +145,12 @@ class PlainRows:
     def round(self, rows: Tensor) -> Tensor:
         return rows.to(self.dtype).float()
 
+    def planes(self) -> Planes:
+        return self._planes
+
+    def with_entries(self, entries_per_page: int) -> Self:
+        return type(self)(self.width, entries_per_page, self.dtype)
+
 
 class Fp8Rows:
     """The fp8_ds_mla layout: leading values e4m3 with a power-of-two scale per 64, rope as bf16.
@@ -154,6 +197,12 @@ class Fp8Rows:
         nope = fp8_qdq(rows[..., : self.nope_dim], block=FP8_KV_BLOCK)
         return torch.cat([nope, rows[..., self.nope_dim :].bfloat16().float()], -1)
 
+    def planes(self) -> Planes:
+        return self._planes
+
+    def with_entries(self, entries_per_page: int) -> Self:
+        return type(self)(self.nope_dim, self.width - self.nope_dim, entries_per_page)
+
 
 class Mxfp4Rows:
     """Index keys as MXFP4: the nibbles of all entries of a page, then their e8m0 bytes.
@@ -184,3 +233,75 @@ class Mxfp4Rows:
 
     def round(self, rows: Tensor) -> Tensor:
         return fp4_qdq(rows)
+
+    def planes(self) -> Planes:
+        return self._planes
+
+    def with_entries(self, entries_per_page: int) -> Self:
+        return type(self)(self.width, entries_per_page)
+
+
+@op(tolerance=2**-3)  # one step of e4m3: a last-bit difference may round the other way
+def write_kv(
+    kv: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cache: Cache,
+    slots: Tensor,
+    *,
+    eps: float,
+) -> None:
+    """Norm each row, rotate its end by its position, and store it.
+
+    kv: [T, dim] fp32 or bf16, rows may be strided. weight: [dim] fp32. cos, sin: [T, rope_dim / 2]
+    fp32. slots: [T] int64, -1 is skipped, others distinct. The norm and the rotation each round to
+    the dtype of kv.
+    """
+    row = rope(rms_norm(kv, weight, eps=eps), cos, sin)
+    cache.write(slots, row.float())
+
+
+@op(tolerance=0.0)
+def copy_entries(source: Cache, target: Cache, slots: Tensor) -> None:
+    """Entry i of source, which has one page, to place slots[i] of target; -1 is skipped.
+
+    Both have one encoding, and bytes move as they are. slots: [T] int64, others than -1 distinct.
+    """
+    places = torch.arange(len(slots), device=slots.device)
+    data = source.form.planes().gather(source.pages, places)
+    target.form.planes().scatter(target.pages, slots, *data)
+
+
+def fp8_rows_fit(form: EntryFormat) -> bool:
+    """Whether the kernels take these rows: fp8, as wide as a power of two, 64 of it rotated."""
+    if not isinstance(form, Fp8Rows):
+        return False
+    return form.width & (form.width - 1) == 0 and form.width - form.nope_dim == FP8_KV_BLOCK
+
+
+def _fp8_on_gpu(*, arch: str, form: EntryFormat) -> bool:
+    return arch in GPU_ARCHS and fp8_rows_fit(form)
+
+
+@write_kv.impl("triton_fp8", supports=_fp8_on_gpu)
+def _write_kv(
+    kv: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cache: Cache,
+    slots: Tensor,
+    *,
+    eps: float,
+) -> None:
+    from moet.kernels import triton_rows
+
+    triton_rows.write_kv(kv, weight, cos, sin, cache, slots, eps=eps)
+
+
+@copy_entries.impl("triton_fp8", supports=_fp8_on_gpu)
+def _copy_entries(source: Cache, target: Cache, slots: Tensor) -> None:
+    from moet.kernels import triton_rows
+
+    triton_rows.copy_entries(source, target, slots)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from moet.kernels.gemm import matmul
-from moet.kernels.registry import op
+from moet.kernels.norm import rms_norm
+from moet.kernels.registry import GPU_ARCHS, op
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -94,3 +95,159 @@ def hc_head(
     """
     m = _mixing_logits(streams, fn, norm_eps)
     return _collapse(streams, sigmoid(m * scale + base) + hc_eps)
+
+
+@op(tolerance=2**-7)
+def hc_enter(
+    streams: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    *,
+    norm_eps: float,
+    hc_eps: float,
+    num_iters: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """hc_pre, then the sublayer's norm. weight: [dim] fp32. Rounds after each."""
+    x, post, mix = hc_pre(
+        streams, fn, base, scale, norm_eps=norm_eps, hc_eps=hc_eps, num_iters=num_iters
+    )
+    return rms_norm(x, weight, eps=norm_eps), post, mix
+
+
+@op(tolerance=2**-7)
+def hc_pass(
+    y: Tensor,
+    streams: Tensor,
+    post: Tensor,
+    mix: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    *,
+    norm_eps: float,
+    hc_eps: float,
+    num_iters: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """From one sublayer's output to the next one's input: hc_post, then hc_enter on its result.
+
+    y, streams, post, mix: as in hc_post. The others: of the next site. Returns the new streams,
+    the normed input x [n, dim], and the next site's post and mix.
+    """
+    streams = hc_post(y, streams, post, mix)
+    x, post, mix = hc_enter(
+        streams, fn, base, scale, weight, norm_eps=norm_eps, hc_eps=hc_eps, num_iters=num_iters
+    )
+    return streams, x, post, mix
+
+
+@op(tolerance=2**-7)
+def hc_head_norm(
+    streams: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    *,
+    norm_eps: float,
+    hc_eps: float,
+) -> Tensor:
+    """hc_head, then the final norm. weight: [dim] fp32. Returns [n, dim], rounded after each."""
+    x = hc_head(streams, fn, base, scale, norm_eps=norm_eps, hc_eps=hc_eps)
+    return rms_norm(x, weight, eps=norm_eps)
+
+
+def _streams_fit(*, arch: str, mult: int, dim: int) -> bool:
+    blocks = dim // 128
+    return arch in GPU_ARCHS and mult in (2, 4) and dim % 128 == 0 and blocks & (blocks - 1) == 0
+
+
+@hc_post.impl("triton", supports=_streams_fit)
+def _hc_post(y: Tensor, streams: Tensor, post: Tensor, mix: Tensor) -> Tensor:
+    from moet.kernels import triton_hyper_connection
+
+    return triton_hyper_connection.hc_post(y, streams, post, mix)
+
+
+@hc_enter.impl("triton", supports=_streams_fit)
+def _hc_enter(
+    streams: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    *,
+    norm_eps: float,
+    hc_eps: float,
+    num_iters: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from moet.kernels import triton_hyper_connection
+
+    return triton_hyper_connection.hc_enter(
+        streams,
+        fn,
+        base,
+        scale,
+        weight,
+        norm_eps=norm_eps,
+        hc_eps=hc_eps,
+        num_iters=num_iters,
+    )
+
+
+@hc_pass.impl("triton", supports=_streams_fit)
+def _hc_pass(
+    y: Tensor,
+    streams: Tensor,
+    post: Tensor,
+    mix: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    *,
+    norm_eps: float,
+    hc_eps: float,
+    num_iters: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from moet.kernels import triton_hyper_connection
+
+    return triton_hyper_connection.hc_pass(
+        y,
+        streams,
+        post,
+        mix,
+        fn,
+        base,
+        scale,
+        weight,
+        norm_eps=norm_eps,
+        hc_eps=hc_eps,
+        num_iters=num_iters,
+    )
+
+
+@hc_head_norm.impl("triton", supports=_streams_fit)
+def _hc_head_norm(
+    streams: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    *,
+    norm_eps: float,
+    hc_eps: float,
+) -> Tensor:
+    from moet.kernels import triton_hyper_connection
+
+    return triton_hyper_connection.hc_head_norm(
+        streams,
+        fn,
+        base,
+        scale,
+        weight,
+        norm_eps=norm_eps,
+        hc_eps=hc_eps,
+    )

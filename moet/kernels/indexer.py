@@ -5,8 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moet.kernels.cache import Cache, EntryFormat, Mxfp4Rows
 from moet.kernels.gemm import matmul
-from moet.kernels.registry import op
+from moet.kernels.quant import fp4_qdq, hadamard
+from moet.kernels.registry import GPU_ARCHS, op
+from moet.kernels.rope import rope
+from moet.kernels.rows import Rows
 
 
 @op(tolerance=2**-8)
@@ -30,3 +34,69 @@ def select_top_k(scores: Tensor, *, k: int) -> Tensor:
     chosen = (scores > border).nonzero().squeeze(1)
     ties = (scores == border).nonzero().squeeze(1)
     return torch.cat([chosen, ties[: k - len(chosen)]]).sort().values
+
+
+@op(tolerance=2**-1)  # one step of e2m1: a last-bit difference may round the other way
+def index_query(q: Tensor, cos: Tensor, sin: Tensor, *, num_heads: int, quantised: bool) -> Tensor:
+    """Rotate the end of each head by the row's position; if quantised, Hadamard and MXFP4 follow.
+
+    q: [T, num_heads * dim] fp32 or bf16, rows may be strided. cos, sin: [T, rope_dim / 2] fp32.
+    Returns [T, num_heads, dim] in the dtype of q; every part rounds to it.
+    """
+    heads = rope(torch.unflatten(q, 1, (num_heads, -1)), cos, sin)
+    return fp4_qdq(hadamard(heads)) if quantised else heads
+
+
+@op(tolerance=2**-8)  # of the chosen scores; which entries are chosen may differ at the border
+def index_select(
+    q: Tensor, head_weights: Tensor, keys: Cache, rows: Rows, *, ratio: int, top_k: int
+) -> Tensor:
+    """The entries that each row attends to: the top_k by score of those it sees.
+
+    q: [T, num_heads, dim] fp32 or bf16. head_weights: [T, num_heads] fp32. keys: one entry per
+    `ratio` tokens, those that the step's rows close already written. Returns [T, top_k] int32:
+    entry numbers, ascending, then -1 where fewer are visible. Of equal scores the lowest entry
+    wins.
+    """
+    chosen = torch.full((len(q), top_k), -1, dtype=torch.int32, device=q.device)
+    visible = rows.visible(ratio).tolist()
+    every = torch.arange(top_k, dtype=torch.int32, device=q.device)
+    for first, last in rows.sequences():
+        stored = None
+        for row in range(first, last):
+            count = visible[row]
+            if count <= top_k:
+                chosen[row, :count] = every[:count]
+                continue
+            if stored is None:
+                entries = torch.arange(visible[last - 1], device=q.device)
+                stored = keys.read(rows.entry_slots(rows.page_rows[first], entries, ratio))
+            scores = index_scores(q[row].float(), stored[:count], head_weights[row])
+            chosen[row] = select_top_k(scores, k=top_k)
+    return chosen
+
+
+def _query_fits(*, arch: str, head_dim: int, rope_dim: int, quantised: bool) -> bool:
+    fits = head_dim in (32, 64, 128) and rope_dim % 2 == 0
+    return arch in GPU_ARCHS and quantised and fits
+
+
+@index_query.impl("triton_mxfp4", supports=_query_fits)
+def _index_query(q: Tensor, cos: Tensor, sin: Tensor, *, num_heads: int, quantised: bool) -> Tensor:
+    from moet.kernels import triton_indexer
+
+    return triton_indexer.index_query(q, cos, sin, num_heads=num_heads, quantised=quantised)
+
+
+def _keys_fit(*, arch: str, keys: EntryFormat, num_heads: int, top_k: int) -> bool:
+    form = isinstance(keys, Mxfp4Rows) and keys.width in (32, 64, 128)
+    return arch in GPU_ARCHS and form and top_k & (top_k - 1) == 0 and num_heads <= 128
+
+
+@index_select.impl("triton_mxfp4", supports=_keys_fit)
+def _index_select(
+    q: Tensor, head_weights: Tensor, keys: Cache, rows: Rows, *, ratio: int, top_k: int
+) -> Tensor:
+    from moet.kernels import triton_indexer
+
+    return triton_indexer.index_select(q, head_weights, keys, rows, ratio=ratio, top_k=top_k)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moet.kernels.registry import op
+from moet.kernels.registry import GPU_ARCHS, op
 
 
 @op(tolerance=2**-8)
@@ -33,3 +33,14 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float) -> Tensor
     y = y - y.mean(-1, keepdim=True)
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
     return (y * weight + bias).to(x.dtype)
+
+
+def _on_gpu(*, arch: str) -> bool:
+    return arch in GPU_ARCHS
+
+
+@rms_norm.impl("triton", supports=_on_gpu)
+def _rms_norm(x: Tensor, weight: Tensor | None, *, eps: float) -> Tensor:
+    from moet.kernels import triton_rows
+
+    return triton_rows.rms_norm(x, weight, eps=eps)

@@ -10,6 +10,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 from moet.errors import UnsupportedError
 
+GPU_ARCHS = ("sm90a", "sm120a")
 P = ParamSpec("P")
 R = TypeVar("R")
 Watch = Callable[[str, Callable[..., Any]], Callable[..., Any]]

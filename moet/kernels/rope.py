@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moet.kernels.registry import op
+from moet.kernels.norm import rms_norm
+from moet.kernels.registry import GPU_ARCHS, op
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,3 +69,26 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tenso
     a, b = x[..., nope::2].float(), x[..., nope + 1 :: 2].float()
     rotated = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
     return torch.cat([x[..., :nope], rotated.to(x.dtype)], -1)
+
+
+@op(tolerance=2**-7)
+def norm_rope_heads(q: Tensor, cos: Tensor, sin: Tensor, *, num_heads: int, eps: float) -> Tensor:
+    """Bring each head to unit root mean square and rotate its end by the row's position.
+
+    q: [T, num_heads * head_dim] fp32 or bf16, rows may be strided. cos, sin: [T, rope_dim / 2]
+    fp32. Returns [T, num_heads, head_dim]; norm and rotation each round to the dtype of q.
+    """
+    heads = torch.unflatten(q, 1, (num_heads, -1))
+    return rope(rms_norm(heads, None, eps=eps), cos, sin)
+
+
+def _pairs_fit(*, arch: str, head_dim: int, rope_dim: int) -> bool:
+    power_of_two = head_dim & (head_dim - 1) == 0
+    return arch in GPU_ARCHS and power_of_two and rope_dim % 2 == 0
+
+
+@norm_rope_heads.impl("triton", supports=_pairs_fit)
+def _norm_rope_heads(q: Tensor, cos: Tensor, sin: Tensor, *, num_heads: int, eps: float) -> Tensor:
+    from moet.kernels import triton_rows
+
+    return triton_rows.norm_rope_heads(q, cos, sin, num_heads=num_heads, eps=eps)

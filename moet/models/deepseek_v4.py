@@ -11,15 +11,15 @@ from torch import Tensor
 
 from moet.config import KVDtype, ModelSettings
 from moet.errors import CheckpointError, ConfigError
-from moet.kernels.attention import sparse_attention
-from moet.kernels.compressor import pool_overlapped_windows, pool_windows
+from moet.kernels.attention import window_attention
+from moet.kernels.cache import copy_entries, write_kv
+from moet.kernels.compressor import compress
 from moet.kernels.gemm import grouped_linear, linear_fp32, streamed
-from moet.kernels.hyper_connection import hc_head, hc_post, hc_pre
-from moet.kernels.indexer import index_scores, select_top_k
+from moet.kernels.hyper_connection import hc_enter, hc_head_norm, hc_pass, hc_post
+from moet.kernels.indexer import index_query, index_select
 from moet.kernels.moe import sqrt_softplus
-from moet.kernels.norm import rms_norm
-from moet.kernels.quant import fp4_qdq, hadamard
-from moet.kernels.rope import Yarn, rope, rope_cos_sin, rope_frequencies
+from moet.kernels.rope import Yarn, norm_rope_heads, rope_cos_sin, rope_frequencies
+from moet.kernels.rows import Rows
 from moet.models.base import (
     ExpertProvider,
     ForwardInput,
@@ -36,7 +36,7 @@ from moet.models.deepseek_v4_cache import (
 from moet.models.deepseek_v4_config import DeepseekV4Config
 from moet.models.layers import Embedding, Linear, LMHead, Weights
 from moet.models.moe import MoE, Router, SwigluMlp
-from moet.models.step import LayerCache, SequenceRows, sequences
+from moet.models.step import Place, step_rows
 
 CosSin = tuple[Tensor, Tensor]
 
@@ -60,35 +60,32 @@ class RopeTables:
 class Step:
     """One forward pass: what its rows are and which state they touch."""
 
-    def __init__(self, inputs: ForwardInput, kv: KVTensors, tables: RopeTables) -> None:
-        self.positions = inputs.positions
-        self.token_ids = inputs.token_ids
+    def __init__(self, token_ids: Tensor, rows: Rows, kv: KVTensors, tables: RopeTables) -> None:
+        self.token_ids = token_ids
+        self.rows = rows
         self.kv = kv
-        self.sequences = sequences(inputs, PAGE_SIZE)
         self.tables = tables
+        self._window_starts: dict[int, CosSin] = {}
 
     @cached_property
     def main(self) -> CosSin:
-        return rope_cos_sin(self.positions, self.tables.main)
+        return rope_cos_sin(self.rows.positions, self.tables.main)
 
     @cached_property
     def compress(self) -> CosSin:
-        return rope_cos_sin(self.positions, self.tables.compress)
+        return rope_cos_sin(self.rows.positions, self.tables.compress)
 
-    def write_ring(self, cache: LayerCache, rows: Tensor) -> None:
-        """Store each sequence's last rows, as many as its ring holds."""
-        size = cache.form.entries_per_page
-        kept, slots = [], []
-        for seq in self.sequences:
-            count = min(seq.last - seq.first, size)
-            kept.append(rows[seq.last - count : seq.last])
-            slots.append(seq.ring_slots(seq.end - count, seq.end, size))
-        cache.write(self.kv, torch.cat(slots), torch.cat(kept))
+    def window_start(self, ratio: int) -> CosSin:
+        """Of the first token of the window of `ratio` tokens that a row is in."""
+        if ratio not in self._window_starts:
+            positions = self.rows.positions // ratio * ratio
+            self._window_starts[ratio] = rope_cos_sin(positions, self.tables.compress)
+        return self._window_starts[ratio]
 
 
 class Compressor:
-    """Turns every `ratio` tokens into one entry. With `overlapped`, a window pools the first half
-    of the channels of the previous window's tokens and the second half of its own."""
+    """Turns every `ratio` tokens into one entry. With ratio 4 a window reaches back over the one
+    before. The projections (`parts`) are multiplied together with others of the same input."""
 
     def __init__(
         self,
@@ -97,62 +94,44 @@ class Compressor:
         *,
         ratio: int,
         width: int,
-        state: LayerCache,
-        entries: LayerCache,
+        state: Place,
+        entries: Place,
         rotate: bool,
     ) -> None:
-        self.ratio = ratio
-        self.overlapped = ratio == 4
-        self.state = state
-        self.entries = entries
-        self.rotate = rotate  # Hadamard before the entry is stored
+        self.ratio, self.overlapped, self.rotate = ratio, ratio == 4, rotate
+        self.state, self.entries = state, entries
         channels = width * (2 if self.overlapped else 1)
-        dim, arch = config.hidden_size, weights.settings.arch
-        self.channels = channels
         self.ape = weights.fp32("ape", ratio, channels)
-        parts = [weights.fp32(f"{name}.weight", channels, dim) for name in ("wkv", "wgate")]
-        self.weight = streamed(torch.cat(parts))
-        self.norm = weights.norm("norm", width, eps=config.rms_norm_eps)
-        self._project = linear_fp32.bind(arch=arch)
-        pool = pool_overlapped_windows if self.overlapped else pool_windows
-        self._pool = pool.bind(arch=arch)
-        self._rope = rope.bind(arch=arch)
-        self._hadamard = hadamard.bind(arch=arch)
+        names = ("wkv.weight", "wgate.weight")
+        self.parts = [weights.fp32(name, channels, config.hidden_size) for name in names]
+        self.norm_weight = weights.fp32("norm.weight", width)
+        self.eps = config.rms_norm_eps
+        self._compress = compress.bind(
+            arch=weights.settings.arch,
+            state=state.form,
+            entries=entries.form,
+            ratio=ratio,
+            rotate=rotate,
+        )
 
-    def __call__(self, x: Tensor, step: Step) -> None:
-        """Store the entries that x ([n, dim]) closes, and the rows that later ones need."""
-        rows = self._project(x, self.weight)
-        rows[:, self.channels :] += self.ape[step.positions % self.ratio]
-        for seq in step.sequences:
-            first, last = seq.start // self.ratio, seq.end // self.ratio
-            if first == last:
-                continue
-            pooled = self._pool(*self._windows(rows[seq.first : seq.last], seq, step))
-            entry = self.norm(pooled.to(x.dtype))
-            positions = torch.arange(first, last) * self.ratio
-            entry = self._rope(entry, *rope_cos_sin(positions, step.tables.compress))
-            if self.rotate:
-                entry = self._hadamard(entry)
-            slots = seq.entry_slots(first, last, self.ratio)
-            self.entries.write(step.kv, slots, entry.float())
-        step.write_ring(self.state, rows)
+    def __call__(self, projected: Tensor, step: Step, dtype: torch.dtype) -> None:
+        """Store the entries that the rows close, and what later ones need.
 
-    def _windows(self, rows: Tensor, seq: SequenceRows, step: Step) -> tuple[Tensor, Tensor]:
-        """Values and scores of the windows that close: twice [n, tokens of a window, channels]."""
-        ratio = self.ratio
-        first, last = seq.start // ratio, seq.end // ratio
-        oldest = max(first - 1, 0) if self.overlapped else first
-        ring = self.state.form.entries_per_page
-        past = self.state.read(step.kv, seq.ring_slots(oldest * ratio, seq.start, ring))
-        rows = torch.cat([past, rows])[: (last - oldest) * ratio]
-        if self.overlapped and first == 0:
-            absent = rows.new_zeros(ratio, rows.shape[1])
-            absent[:, self.channels :] = float("-inf")
-            rows = torch.cat([absent, rows])
-        windows = rows.view(-1, ratio, rows.shape[1])
-        if self.overlapped:
-            windows = torch.cat([windows[:-1], windows[1:]], 1)
-        return windows[..., : self.channels], windows[..., self.channels :]
+        projected: [n, 2 * channels] fp32, the product with `parts`.
+        """
+        self._compress(
+            projected,
+            self.ape,
+            self.norm_weight,
+            *step.window_start(self.ratio),
+            self.state.cache(step.kv),
+            self.entries.cache(step.kv),
+            step.rows,
+            overlapped=self.overlapped,
+            rotate=self.rotate,
+            eps=self.eps,
+            dtype=dtype,
+        )
 
 
 class Indexer:
@@ -164,54 +143,36 @@ class Indexer:
         self.num_heads, self.dim = config.index_n_heads, config.index_head_dim
         self.top_k = config.index_topk
         self.quantised = layout.quantised_index
-        self.keys = layout.cache("index_keys", layer_idx)
+        self.keys = layout.place("index_keys", layer_idx)
         self.wq_b = weights.linear("wq_b", self.num_heads * self.dim, config.q_lora_rank)
-        self.weights_proj = weights.linear("weights_proj", self.num_heads, config.hidden_size)
+        self.gate, _ = weights.matrix("weights_proj", self.num_heads, config.hidden_size)
+        self.gate_scale = self.dim**-0.5 * self.num_heads**-0.5
         self.compressor = Compressor(
             weights.under("compressor."),
             config,
             ratio=4,
             width=self.dim,
-            state=layout.cache("index_state", layer_idx),
+            state=layout.place("index_state", layer_idx),
             entries=self.keys,
             rotate=self.quantised,
         )
         arch = weights.settings.arch
-        self._rope = rope.bind(arch=arch)
-        self._hadamard = hadamard.bind(arch=arch)
-        self._fp4 = fp4_qdq.bind(arch=arch)
-        self._scores = index_scores.bind(arch=arch)
-        self._select = select_top_k.bind(arch=arch)
+        self._query = index_query.bind(
+            arch=arch, head_dim=self.dim, rope_dim=config.qk_rope_head_dim, quantised=self.quantised
+        )
+        self._select = index_select.bind(
+            arch=arch, keys=self.keys.form, num_heads=self.num_heads, top_k=self.top_k
+        )
 
-    def __call__(self, qr: Tensor, x: Tensor, step: Step) -> list[list[Tensor | int]]:
-        """Per sequence and row: ascending entry numbers, or the count if all visible ones are in.
+    def __call__(self, q: Tensor, gate: Tensor, step: Step) -> Tensor:
+        """q: [n, num_heads * dim], the product with wq_b. gate: [n, num_heads] fp32, with `gate`.
 
-        qr: [n, q_lora_rank], the normalised query latent. x: [n, dim], the sublayer's input.
+        Returns [n, top_k] int32, entry numbers. The step's own keys are stored already.
         """
-        self.compressor(x, step)
-        if all(seq.end // 4 <= self.top_k for seq in step.sequences):
-            return [[(p + 1) // 4 for p in range(s.start, s.end)] for s in step.sequences]
-        q = self._rope(self.wq_b(qr).view(-1, self.num_heads, self.dim), *step.compress)
-        if self.quantised:
-            q = self._fp4(self._hadamard(q))
-        head_weights = self.weights_proj(x).float() * (self.dim**-0.5 * self.num_heads**-0.5)
-        return [self._choose(q.float(), head_weights, seq, step) for seq in step.sequences]
-
-    def _choose(
-        self, q: Tensor, head_weights: Tensor, seq: SequenceRows, step: Step
-    ) -> list[Tensor | int]:
-        keys = self.keys.read(step.kv, seq.entry_slots(0, seq.end // 4, 4))
-        chosen: list[Tensor | int] = []
-        for row, position in zip(
-            range(seq.first, seq.last), range(seq.start, seq.end), strict=True
-        ):
-            visible = (position + 1) // 4
-            if visible <= self.top_k:
-                chosen.append(visible)
-            else:
-                scores = self._scores(q[row], keys[:visible], head_weights[row])
-                chosen.append(self._select(scores, k=self.top_k))
-        return chosen
+        query = self._query(q, *step.compress, num_heads=self.num_heads, quantised=self.quantised)
+        head_weights = gate.to(q.dtype).float() * self.gate_scale
+        keys = self.keys.cache(step.kv)
+        return self._select(query, head_weights, keys, step.rows, ratio=4, top_k=self.top_k)
 
 
 class Attention:
@@ -221,24 +182,14 @@ class Attention:
         self, weights: Weights, config: DeepseekV4Config, layout: CacheLayout, layer_idx: int
     ) -> None:
         kind = config.layer_kind(layer_idx)
-        dim, rank, head_dim = config.hidden_size, config.q_lora_rank, config.head_dim
+        rank, head_dim = config.q_lora_rank, config.head_dim
         heads, groups = config.num_attention_heads, config.o_groups
-        eps, arch = config.rms_norm_eps, weights.settings.arch
+        self.eps, arch = config.rms_norm_eps, weights.settings.arch
         self.ratio = RATIO_OF_KIND[kind]
         self.num_heads, self.head_dim, self.num_groups = heads, head_dim, groups
-        self.sliding_window, self.eps = config.sliding_window, eps
-        self.window = layout.cache("window", layer_idx)
-        self.q_lora_rank = rank
-        parts = [weights.linear("wq_a", rank, dim), weights.linear("wkv", head_dim, dim)]
-        self.wqa_wkv = Linear.stacked(parts)
-        self.q_norm = weights.norm("q_norm", rank, eps=eps)
-        self.wq_b = weights.linear("wq_b", heads * head_dim, rank)
-        self.kv_norm = weights.norm("kv_norm", head_dim, eps=eps)
+        self.sliding_window, self.q_lora_rank = config.sliding_window, rank
+        self.window = layout.place("window", layer_idx)
         self.sink = weights.fp32("attn_sink", heads)
-        group_in = heads * head_dim // groups
-        wo_a, _ = weights.matrix("wo_a", groups * config.o_lora_rank, group_in)
-        self.wo_a = streamed(wo_a.reshape(groups, config.o_lora_rank, group_in))
-        self.wo_b = weights.linear("wo_b", dim, groups * config.o_lora_rank)
         self.compressor: Compressor | None = None
         self.indexer: Indexer | None = None
         if self.ratio:
@@ -247,103 +198,136 @@ class Attention:
                 config,
                 ratio=self.ratio,
                 width=head_dim,
-                state=layout.cache(f"{kind}_state", layer_idx),
-                entries=layout.cache(f"{kind}_entries", layer_idx),
+                state=layout.place(f"{kind}_state", layer_idx),
+                entries=layout.place(f"{kind}_entries", layer_idx),
                 rotate=False,
             )
         if kind == "csa":
             self.indexer = Indexer(weights.under("indexer."), config, layout, layer_idx)
-        self._head_norm = rms_norm.bind(arch=arch)
-        self._rope = rope.bind(arch=arch)
-        self._attend = sparse_attention.bind(arch=arch)
+        self._load_projections(weights, config)
+        facts = {"head_dim": head_dim, "rope_dim": config.qk_rope_head_dim}
+        self._write = write_kv.bind(arch=arch, form=self.window.form)
+        self._copy = copy_entries.bind(arch=arch, form=self.window.form)
+        self._heads = norm_rope_heads.bind(arch=arch, **facts)
+        self._attend = window_attention.bind(arch=arch, form=self.window.form, num_heads=heads)
         self._grouped = grouped_linear.bind(arch=arch)
+
+    def _load_projections(self, weights: Weights, config: DeepseekV4Config) -> None:
+        """Matrices of one input are multiplied at once: fewer and longer streams of weights."""
+        dim, rank, head_dim = config.hidden_size, self.q_lora_rank, self.head_dim
+        heads, groups = self.num_heads, self.num_groups
+        self.wqa_wkv = Linear.stacked(
+            [weights.linear("wq_a", rank, dim), weights.linear("wkv", head_dim, dim)]
+        )
+        self.q_norm = weights.norm("q_norm", rank, eps=self.eps)
+        self.kv_norm_weight = weights.fp32("kv_norm.weight", head_dim)
+        queries = [weights.linear("wq_b", heads * head_dim, rank)]
+        users = [] if self.compressor is None else [self.compressor.parts]
+        if self.indexer is not None:
+            queries.append(self.indexer.wq_b)
+            users += [self.indexer.compressor.parts, [self.indexer.gate]]
+        unquantised = [part for parts in users for part in parts]
+        self.queries = Linear.stacked(queries)
+        self.unquantised = streamed(torch.cat(unquantised)) if unquantised else None
+        self.widths = [sum(len(part) for part in parts) for parts in users]
+        self._project = linear_fp32.bind(arch=weights.settings.arch)
+        group_in = heads * head_dim // groups
+        wo_a, _ = weights.matrix("wo_a", groups * config.o_lora_rank, group_in)
+        self.wo_a = streamed(wo_a.reshape(groups, config.o_lora_rank, group_in))
+        self.wo_b = weights.linear("wo_b", dim, groups * config.o_lora_rank)
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
         """x: [n, dim], normalised. Returns [n, dim] and updates this layer's state."""
         cos_sin = step.compress if self.ratio else step.main
         qr, kv = self.wqa_wkv(x).tensor_split([self.q_lora_rank], 1)
-        qr = self.q_norm(qr)
-        q = self.wq_b(qr).view(-1, self.num_heads, self.head_dim)
-        q = self._rope(self._head_norm(q, None, eps=self.eps), *cos_sin)
-        kv = self._rope(self.kv_norm(kv), *cos_sin).float()
-        if self.compressor is not None:
-            self.compressor(x, step)
-        chosen = self._chosen(qr, x, step)
-        stored = self.window.form.round(kv)  # a row counts as its stored form from the first step
-        out = [
-            self._sequence(q, stored, rows, seq, step)
-            for seq, rows in zip(step.sequences, chosen, strict=True)
-        ]
-        step.write_ring(self.window, kv)
-        o = self._rope(torch.cat(out), *cos_sin, inverse=True)
+        queries = self.queries(self.q_norm(qr))
+        q, index_q = queries.tensor_split([self.num_heads * self.head_dim], 1)
+        q = self._heads(q, *cos_sin, num_heads=self.num_heads, eps=self.eps)
+        selected = self._compressed(x, index_q, step)
+        ring = self.window.cache(step.kv)
+        slots = step.rows.ring_slots(ring.form.entries_per_page)
+        chunk = None if step.rows.short else ring.scratch(len(x))
+        own, places = (ring, slots) if chunk is None else (chunk, step.rows.row_ids)
+        self._write(kv, self.kv_norm_weight, *cos_sin, own, places, eps=self.eps)
+        o = self._attend(
+            q,
+            self.sink,
+            ring,
+            chunk,
+            self.compressor.entries.cache(step.kv) if self.compressor else None,
+            selected,
+            *cos_sin,
+            step.rows,
+            scale=self.head_dim**-0.5,
+            sliding_window=self.sliding_window,
+            ratio=self.ratio,
+        )
+        if chunk is not None:
+            self._copy(chunk, ring, slots)
         return self.wo_b(self._grouped(o.view(len(x), self.num_groups, -1), self.wo_a).flatten(1))
 
-    def _chosen(self, qr: Tensor, x: Tensor, step: Step) -> list[list[Tensor | int]]:
-        """Compressed entries of each sequence's rows: HCA layers and short contexts see all."""
-        if self.indexer is not None:
-            return self.indexer(qr, x, step)
-        if self.ratio == 0:
-            return [[0] * (seq.end - seq.start) for seq in step.sequences]
-        return [[(p + 1) // self.ratio for p in range(s.start, s.end)] for s in step.sequences]
+    def _compressed(self, x: Tensor, index_q: Tensor, step: Step) -> Tensor | None:
+        """Store compressed entries, then choose among them if this layer does."""
+        if self.compressor is None or self.unquantised is None:
+            return None
+        parts = torch.split(self._project(x, self.unquantised), self.widths, dim=1)
+        self.compressor(parts[0], step, x.dtype)
+        if self.indexer is None:
+            return None
+        self.indexer.compressor(parts[1], step, x.dtype)
+        return self.indexer(index_q, parts[2], step)
 
-    def _sequence(
-        self, q: Tensor, stored: Tensor, chosen: list[Tensor | int], seq: SequenceRows, step: Step
-    ) -> Tensor:
-        """One sequence's queries over its window and entries: [its rows, heads, head_dim]."""
-        oldest = max(seq.start - self.sliding_window + 1, 0)
-        ring = self.window.form.entries_per_page
-        past = self.window.read(step.kv, seq.ring_slots(oldest, seq.start, ring))
-        window = torch.cat([past, stored[seq.first : seq.last]])
-        spans = [
-            (max(p - self.sliding_window + 1, 0) - oldest, p + 1 - oldest)
-            for p in range(seq.start, seq.end)
-        ]
-        compressed = window[:0]
-        if self.compressor is not None:
-            only = chosen[0]
-            if len(chosen) == 1 and isinstance(only, Tensor):  # read no more than is used
-                slots, chosen = seq.slots_of(only, self.ratio), [len(only)]
-            else:
-                slots = seq.entry_slots(0, seq.end // self.ratio, self.ratio)
-            compressed = self.compressor.entries.read(step.kv, slots)
-        return self._attend(
-            q[seq.first : seq.last],
-            window,
-            spans,
-            compressed,
-            chosen,
-            self.sink,
-            scale=self.head_dim**-0.5,
-        )
+
+class Residual:
+    """The streams of a step, with a sublayer's output that is not mixed in before the next sublayer
+    begins, so that both happen in one op."""
+
+    def __init__(self, streams: Tensor) -> None:
+        self.streams = streams
+        self.pending: tuple[Tensor, Tensor, Tensor] | None = None  # y, post, mix
 
 
 class HyperConnection:
     """One site of a layer: streams to sublayer input, sublayer output back to streams."""
 
     def __init__(self, weights: Weights, config: DeepseekV4Config, site: str) -> None:
-        mult = config.hc_mult
+        mult, arch = config.hc_mult, weights.settings.arch
         rows = (2 + mult) * mult
         self.fn = streamed(weights.fp32(f"hc_{site}_fn", rows, mult * config.hidden_size))
         self.base = weights.fp32(f"hc_{site}_base", rows)
         self.scale = weights.fp32(f"hc_{site}_scale", 3)
+        self.norm_weight = weights.fp32(f"{site}_norm.weight", config.hidden_size)
         self.config = config
-        self._pre = hc_pre.bind(arch=weights.settings.arch)
-        self._post = hc_post.bind(arch=weights.settings.arch)
+        facts = {"mult": mult, "dim": config.hidden_size}
+        self._enter = hc_enter.bind(arch=arch, **facts)
+        self._pass = hc_pass.bind(arch=arch, **facts)
+        self._post = hc_post.bind(arch=arch, **facts)
 
-    def collapse(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[n, h, dim] to x [n, dim], post [n, h], mix [n, h, h]."""
-        return self._pre(
-            streams,
-            self.fn,
-            self.base,
-            self.scale,
-            norm_eps=self.config.rms_norm_eps,
-            hc_eps=self.config.hc_eps,
-            num_iters=self.config.hc_sinkhorn_iters,
+    def enter(self, residual: Residual) -> tuple[Tensor, Tensor, Tensor]:
+        """The sublayer's normed input [n, dim]; post [n, h] and mix [n, h, h] for its output.
+
+        What is pending in the residual is mixed into its streams first.
+        """
+        site = self.fn, self.base, self.scale, self.norm_weight
+        eps, hc_eps = self.config.rms_norm_eps, self.config.hc_eps
+        iters = self.config.hc_sinkhorn_iters
+        if residual.pending is None:
+            return self._enter(
+                residual.streams, *site, norm_eps=eps, hc_eps=hc_eps, num_iters=iters
+            )
+        y, post, mix = residual.pending
+        residual.streams, x, post, mix = self._pass(
+            y, residual.streams, post, mix, *site, norm_eps=eps, hc_eps=hc_eps, num_iters=iters
         )
+        return x, post, mix
 
-    def expand(self, y: Tensor, streams: Tensor, post: Tensor, mix: Tensor) -> Tensor:
-        return self._post(y, streams, post, mix)
+    def finish(self, residual: Residual) -> Tensor:
+        """The streams with everything mixed in."""
+        if residual.pending is not None:
+            y, post, mix = residual.pending
+            residual.streams = self._post(y, residual.streams, post, mix)
+            residual.pending = None
+        return residual.streams
 
 
 class Block:
@@ -352,22 +336,21 @@ class Block:
     def __init__(
         self, weights: Weights, config: DeepseekV4Config, layout: CacheLayout, layer_idx: int
     ) -> None:
-        dim, eps = config.hidden_size, config.rms_norm_eps
         self.hc_attn = HyperConnection(weights, config, "attn")
         self.hc_ffn = HyperConnection(weights, config, "ffn")
-        self.attn_norm = weights.norm("attn_norm", dim, eps=eps)
-        self.ffn_norm = weights.norm("ffn_norm", dim, eps=eps)
         self.attn = Attention(weights.under("attn."), config, layout, layer_idx)
         self.ffn = _load_moe(weights.under("ffn."), config, layer_idx)
 
-    def __call__(self, streams: Tensor, step: Step, experts: ExpertProvider) -> Tensor:
-        """streams: [n, h, dim]. Returns the same."""
-        x, post, mix = self.hc_attn.collapse(streams)
-        y = self.attn(self.attn_norm(x), step)
-        streams = self.hc_attn.expand(y, streams, post, mix)
-        x, post, mix = self.hc_ffn.collapse(streams)
-        y = self.ffn(self.ffn_norm(x), step.token_ids, experts)
-        return self.hc_ffn.expand(y, streams, post, mix)
+    def __call__(self, residual: Residual, step: Step, experts: ExpertProvider) -> None:
+        """Pass the residual on, this layer's last output pending in it."""
+        x, post, mix = self.hc_attn.enter(residual)
+        residual.pending = self.attn(x, step), post, mix
+        x, post, mix = self.hc_ffn.enter(residual)
+        residual.pending = self.ffn(x, step.token_ids, experts), post, mix
+
+    def finish(self, residual: Residual) -> Tensor:
+        """[n, h, dim], behind this layer."""
+        return self.hc_ffn.finish(residual)
 
 
 def _load_moe(weights: Weights, config: DeepseekV4Config, layer_idx: int) -> MoE:
@@ -411,17 +394,23 @@ class Head:
         self.fn = streamed(weights.fp32("hc_head_fn", mult, mult * dim))
         self.base = weights.fp32("hc_head_base", mult)
         self.scale = weights.fp32("hc_head_scale", 1)
-        self.norm = weights.norm("norm", dim, eps=config.rms_norm_eps)
+        self.norm_weight = weights.fp32("norm.weight", dim)
         self.lm_head = lm_head
         self.norm_eps, self.hc_eps = config.rms_norm_eps, config.hc_eps
-        self._collapse = hc_head.bind(arch=weights.settings.arch)
+        self._collapse = hc_head_norm.bind(arch=weights.settings.arch, mult=mult, dim=dim)
 
     def __call__(self, streams: Tensor) -> Tensor:
         """[n, h, dim] to [n, vocab_size] fp32."""
         x = self._collapse(
-            streams, self.fn, self.base, self.scale, norm_eps=self.norm_eps, hc_eps=self.hc_eps
+            streams,
+            self.fn,
+            self.base,
+            self.scale,
+            self.norm_weight,
+            norm_eps=self.norm_eps,
+            hc_eps=self.hc_eps,
         )
-        return self.lm_head(self.norm(x))
+        return self.lm_head(x)
 
 
 class MTPBlock:
@@ -444,7 +433,9 @@ class MTPBlock:
         """embedded: [n, dim] of the tokens at positions + 1; streams: [n, h, dim] at positions."""
         e = self.e_proj(self.enorm(embedded))
         h = self.h_proj(self.hnorm(streams).flatten(0, 1)).view(streams.shape)
-        return self.block(h + e.unsqueeze(1), step, experts)
+        residual = Residual(h + e.unsqueeze(1))
+        self.block(residual, step, experts)
+        return self.block.finish(residual)
 
 
 @dataclass(eq=False)
@@ -511,16 +502,25 @@ class DeepseekV4:
     def kv_cache_spec(self) -> KVCacheSpec:
         return self.layout.spec()
 
+    def rows(self, inputs: ForwardInput) -> Rows:
+        """A step's rows as the ops take them."""
+        return step_rows(inputs, PAGE_SIZE, max_short=self.layout.max_short)
+
     def forward(self, inputs: ForwardInput, kv: KVTensors, experts: ExpertProvider) -> ModelOutput:
         """Run one step. hidden_states: [num_tokens, h, dim], streams before the last collapse."""
         with torch.inference_mode():
-            step = Step(inputs, kv, self.tables)
-            embedded = self.embed(inputs.token_ids).unsqueeze(1)
-            streams = embedded.expand(-1, self.config.hc_mult, -1).contiguous()
-            for layer in self.layers:
-                streams = layer(streams, step, experts)
+            streams = self.run(inputs.token_ids, self.rows(inputs), kv, experts)
             logits = self.head(streams[inputs.logits_indices])
         return ModelOutput(logits.clone(), streams)  # a clone may be changed in place
+
+    def run(self, token_ids: Tensor, rows: Rows, kv: KVTensors, experts: ExpertProvider) -> Tensor:
+        """The layers alone, without a host decision if the ops make none. Returns [n, h, dim]."""
+        step = Step(token_ids, rows, kv, self.tables)
+        embedded = self.embed(token_ids).unsqueeze(1)
+        residual = Residual(embedded.expand(-1, self.config.hc_mult, -1).contiguous())
+        for layer in self.layers:
+            layer(residual, step, experts)
+        return self.layers[-1].finish(residual)
 
     def draft(
         self, inputs: ForwardInput, streams: Tensor, kv: KVTensors, experts: ExpertProvider
@@ -532,7 +532,7 @@ class DeepseekV4:
         """
         assert self.mtp is not None, "loaded without a draft block"
         with torch.inference_mode():
-            step = Step(inputs, kv, self.tables)
+            step = Step(inputs.token_ids, self.rows(inputs), kv, self.tables)
             streams = self.mtp(self.embed(inputs.token_ids), streams, step, experts)
             logits = self.mtp.head(streams[inputs.logits_indices])
         return ModelOutput(logits.clone(), streams)

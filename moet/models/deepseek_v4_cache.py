@@ -9,10 +9,10 @@ import torch
 
 from moet.config import KVDtype
 from moet.errors import ConfigError
-from moet.kernels.cache import EntryFormat, Fp8Rows, Mxfp4Rows, PlainRows
+from moet.kernels.cache import Fp8Rows, Mxfp4Rows, PlainRows, PlanedFormat
 from moet.models.base import KVCacheSpec, KVGroup
 from moet.models.deepseek_v4_config import DeepseekV4Config, LayerKind
-from moet.models.step import LayerCache
+from moet.models.step import Place
 
 PAGE_SIZE = 256  # tokens; two windows of ratio 128, so that no window is pending at a page border
 RATIO_OF_KIND: dict[LayerKind, int] = {"window": 0, "csa": 4, "hca": 128}
@@ -22,7 +22,7 @@ RATIO_OF_KIND: dict[LayerKind, int] = {"window": 0, "csa": 4, "hca": 128}
 class _Group:
     kind: str
     layers: tuple[int, ...]
-    form: EntryFormat
+    form: PlanedFormat
     resume: bool
 
 
@@ -40,6 +40,7 @@ class CacheLayout:
                 f"--kv-dtype {kv_dtype} does not exist for DeepSeek-V4-Flash; use fp8, bf16 or fp32"
             )
         self.kv_dtype = kv_dtype
+        self.max_short = 1 + num_spec_tokens  # rows of a sequence that every ring has room for
         self.quantised_index = kv_dtype == "fp8"
         num_layers = config.num_hidden_layers + (1 if num_spec_tokens else 0)
         every = tuple(range(num_layers))
@@ -48,7 +49,7 @@ class CacheLayout:
         window = config.sliding_window + num_spec_tokens
         head_dim, index_dim = config.head_dim, config.index_head_dim
 
-        def state(values: int, entries: int) -> EntryFormat:  # values and scores, fp32
+        def state(values: int, entries: int) -> PlanedFormat:  # values and scores, fp32
             return PlainRows(2 * values, entries, torch.float32)
 
         csa_rows, hca_rows = 8 + num_spec_tokens, 128 + num_spec_tokens
@@ -63,20 +64,18 @@ class CacheLayout:
         }
         self._groups = {name: group for name, group in groups.items() if group.layers}
 
-    def _rows(self, config: DeepseekV4Config, entries: int) -> EntryFormat:
+    def _rows(self, config: DeepseekV4Config, entries: int) -> PlanedFormat:
         if self.kv_dtype == "fp8":
             return Fp8Rows(config.qk_nope_head_dim, config.qk_rope_head_dim, entries)
         return PlainRows(config.head_dim, entries, _PLAIN[self.kv_dtype])
 
-    def _index_rows(self, config: DeepseekV4Config) -> EntryFormat:
+    def _index_rows(self, config: DeepseekV4Config) -> PlanedFormat:
         if self.kv_dtype == "fp8":
             return Mxfp4Rows(config.index_head_dim, PAGE_SIZE // 4)
         return PlainRows(config.index_head_dim, PAGE_SIZE // 4, _PLAIN[self.kv_dtype])
 
-    def cache(self, group: str, layer_idx: int) -> LayerCache:
-        return LayerCache(
-            group, self._groups[group].layers.index(layer_idx), self._groups[group].form
-        )
+    def place(self, group: str, layer_idx: int) -> Place:
+        return Place(group, self._groups[group].layers.index(layer_idx), self._groups[group].form)
 
     def spec(self) -> KVCacheSpec:
         return KVCacheSpec(

@@ -8,7 +8,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from moet.kernels.cache import EntryFormat
+from moet.kernels.cache import Cache, EntryFormat, PlanedFormat
+from moet.kernels.rows import Rows
 from moet.models.base import ForwardInput, KVTensors
 
 
@@ -27,6 +28,18 @@ class LayerCache:
     def read(self, kv: KVTensors, slots: Tensor) -> Tensor:
         """Returns [n, width] fp32."""
         return self.form.read(kv[self.group][self.idx], slots)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One kind of state of one layer, before the step's tensors are known."""
+
+    group: str
+    idx: int
+    form: PlanedFormat
+
+    def cache(self, kv: KVTensors) -> Cache:
+        return Cache(kv[self.group][self.idx], self.form)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +84,29 @@ def sequences(inputs: ForwardInput, page_size: int) -> list[SequenceRows]:
         start = end - (last - first)
         found.append(SequenceRows(first, last, start, end, slots[i], pages, page_size))
     return found
+
+
+def step_rows(inputs: ForwardInput, page_size: int, *, max_short: int) -> Rows:
+    """The rows of a step as device tensors.
+
+    max_short: rows of one sequence that its rings hold beside what these rows need.
+    """
+    sequences(inputs, page_size)  # refuses a row without a page
+    device = inputs.positions.device
+    lengths = [last - first for first, last in pairwise(inputs.cu_seqlens_q)]
+    starts = [end - length for end, length in zip(inputs.seq_lens, lengths, strict=True)]
+    repeats = torch.tensor(lengths, device=device)
+
+    def per_row(values: Tensor) -> Tensor:
+        return values.repeat_interleave(repeats, output_size=len(inputs.positions))
+
+    return Rows(
+        positions=inputs.positions,
+        starts=per_row(torch.tensor(starts, device=device)),
+        ends=per_row(torch.tensor(inputs.seq_lens, device=device)),
+        seq_slots=per_row(inputs.seq_slots),
+        page_rows=per_row(torch.arange(len(lengths), device=device)),
+        page_table=inputs.page_table,
+        page_size=page_size,
+        short=max(lengths, default=0) <= max_short,
+    )

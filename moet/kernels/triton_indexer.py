@@ -1,0 +1,302 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: disable-error-code="import-untyped, attr-defined, misc"
+"""Index kernels: queries as MXFP4 values, scores of visible entries, and the exact choice of the
+best. A row's scores and choice never depend on other rows: one program per row and page, and a
+selection by bits of the score, block by block and then over the blocks' best."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moet.kernels.cache import Cache, Mxfp4Rows
+from moet.kernels.rows import Rows
+from moet.kernels.triton_common import (
+    e2m1_codes,
+    e2m1_values,
+    exponent_byte,
+    hadamard_sign,
+    load_rotation,
+    power_of_two,
+    rotate_pairs,
+)
+
+CHUNK = 8192  # scores that one program chooses from
+SCORE_BYTES = 256 << 20  # most that the scores of one launch take; rows beyond it wait
+
+
+@triton.jit
+def prepare_query(
+    q,
+    cos_ptr,
+    sin_ptr,
+    out,
+    stride,
+    HEADS: tl.constexpr,
+    EACH: tl.constexpr,
+    DIM: tl.constexpr,
+    ROPE: tl.constexpr,
+):
+    """Rotation, Hadamard, MXFP4 and back: EACH heads of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * EACH + tl.arange(0, EACH)
+    i = tl.arange(0, DIM)
+    at = head[:, None] * DIM + i[None, :]
+    inside = (head < HEADS)[:, None]
+    x = tl.load(q + row * stride + at, mask=inside, other=0.0).to(tl.float32)
+    cos, sin = load_rotation(cos_ptr, sin_ptr, row, DIM, ROPE)
+    x = rotate_pairs(x, cos, sin).to(tl.bfloat16)
+    sign = hadamard_sign(i[:, None], i[None, :]).to(tl.bfloat16)
+    x = (tl.dot(x, sign) * (DIM**-0.5)).to(tl.bfloat16).to(tl.float32)
+    blocks = tl.reshape(x, [EACH, DIM // 32, 32])
+    amax = tl.maximum(tl.max(tl.abs(blocks), 2), 6.0 * 2.0**-126)
+    byte = exponent_byte(amax, 2, 0x400000)
+    codes = e2m1_codes(blocks * power_of_two(254 - byte)[:, :, None])
+    x = tl.reshape(e2m1_values(codes) * power_of_two(byte)[:, :, None], [EACH, DIM])
+    tl.store(out + row * HEADS * DIM + at, x.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def score_page(
+    q,
+    head_weights,
+    keys,
+    scores,
+    positions,
+    page_rows,
+    page_table,
+    table_stride,
+    width,
+    PAGE_BYTES,
+    RATIO,
+    TOP_K,
+    HEADS: tl.constexpr,
+    HEADS_PAD: tl.constexpr,
+    DIM: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):
+    """Scores of one row for the entries of one page. Rows that see no more than TOP_K need none."""
+    page_idx = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    visible = (tl.load(positions + row) + 1) // RATIO
+    if (visible > TOP_K) & (page_idx * ENTRIES < visible):
+        page = tl.load(page_table + tl.load(page_rows + row) * table_stride + page_idx)
+        base = keys + page * PAGE_BYTES
+        e = tl.arange(0, ENTRIES)
+        packed = tl.load(base + e[:, None] * (DIM // 2) + tl.arange(0, DIM // 2)[None, :])
+        packed = packed.to(tl.int32)
+        codes = tl.reshape(tl.join(packed & 15, packed >> 4), [ENTRIES, DIM // 32, 32])
+        scale_at = e[:, None] * (DIM // 32) + tl.arange(0, DIM // 32)[None, :]
+        byte = tl.load(base + ENTRIES * (DIM // 2) + scale_at).to(tl.int32)
+        key = tl.reshape(e2m1_values(codes) * power_of_two(byte)[:, :, None], [ENTRIES, DIM])
+        h = tl.arange(0, HEADS_PAD)
+        d = tl.arange(0, DIM)
+        query = tl.load(
+            q + (row * HEADS + h[None, :]) * DIM + d[:, None], mask=(h < HEADS)[None, :], other=0.0
+        )
+        wanted = tl.maximum(tl.dot(key.to(tl.bfloat16), query.to(tl.bfloat16)), 0.0)
+        weight = tl.load(head_weights + row * HEADS + h, mask=h < HEADS, other=0.0)
+        entry = page_idx * ENTRIES + e
+        score = tl.sum(wanted * weight[None, :], 1)
+        tl.store(scores + row * width + entry, score, mask=entry < visible)
+
+
+@triton.jit
+def choose(score, valid, K: tl.constexpr):
+    """Which of the valid scores are among the K highest; of equal ones the first. Returns bool."""
+    bits = (score + 0.0).to(tl.int32, bitcast=True)  # -0 counts as 0
+    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # ordered as the scores are
+    key = tl.where(valid, key, -2147483648)
+    border = tl.where(tl.sum((key >= 0).to(tl.int32), 0) >= K, 0, -2147483648).to(tl.int32)
+    for bit in tl.static_range(31):
+        raised = border + (1 << (30 - bit))
+        border = tl.where(tl.sum((key >= raised).to(tl.int32), 0) >= K, raised, border)
+    above = valid & (key > border)
+    tie = valid & (key == border)
+    room = K - tl.sum(above.to(tl.int32), 0)
+    return above | (tie & (tl.cumsum(tie.to(tl.int32), 0) <= room))
+
+
+@triton.jit
+def choose_in_chunk(
+    scores,
+    out,
+    out_scores,
+    positions,
+    width,
+    RATIO,
+    out_stride,
+    K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LAST: tl.constexpr,
+):
+    """The best K of a chunk of a row's scores, ascending by entry. LAST: there is one chunk only,
+    and rows that see at most K entries get all of them."""
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    visible = (tl.load(positions + row) + 1) // RATIO
+    i = tl.arange(0, CHUNK)
+    entry = chunk * CHUNK + i
+    at = row * out_stride + chunk * K
+    if visible > K:
+        if chunk * CHUNK < visible:
+            valid = entry < visible
+            score = tl.load(scores + row * width + entry, mask=valid, other=float("-inf"))
+            chosen = choose(score, valid, K)
+            place = tl.cumsum(chosen.to(tl.int32), 0) - 1
+            tl.store(out + at + place, entry, mask=chosen)
+            if not LAST:
+                tl.store(out_scores + at + place, score, mask=chosen)
+    elif LAST:
+        k = tl.arange(0, K)
+        tl.store(out + at + k, tl.where(k < visible, k, -1))
+
+
+@triton.jit
+def choose_of_chunks(
+    candidates,
+    scores,
+    out,
+    positions,
+    RATIO,
+    in_stride,
+    K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    NUM: tl.constexpr,
+):
+    """The best K of the chunks' best."""
+    row = tl.program_id(0).to(tl.int64)
+    visible = (tl.load(positions + row) + 1) // RATIO
+    k = tl.arange(0, K)
+    if visible > K:
+        i = tl.arange(0, NUM)
+        chunk = i // K
+        held = tl.minimum(visible - chunk * CHUNK, K)
+        valid = (i % K) < held
+        score = tl.load(scores + row * in_stride + i, mask=valid, other=float("-inf"))
+        entry = tl.load(candidates + row * in_stride + i, mask=valid, other=-1)
+        chosen = choose(score, valid, K)
+        place = tl.cumsum(chosen.to(tl.int32), 0) - 1
+        tl.store(out + row * K + place, entry, mask=chosen)
+    else:
+        tl.store(out + row * K + k, tl.where(k < visible, k, -1))
+
+
+def index_query(q: Tensor, cos: Tensor, sin: Tensor, *, num_heads: int, quantised: bool) -> Tensor:
+    assert quantised  # by the predicate
+    num_rows, width = q.shape
+    dim = width // num_heads
+    out = torch.empty((num_rows, num_heads, dim), dtype=q.dtype, device=q.device)
+    if num_rows:
+        prepare_query[(num_rows, triton.cdiv(num_heads, 16))](
+            q,
+            cos,
+            sin,
+            out,
+            q.stride(0),
+            HEADS=num_heads,
+            EACH=16,
+            DIM=dim,
+            ROPE=2 * cos.shape[1],
+            num_warps=4,
+        )
+    return out
+
+
+def index_select(
+    q: Tensor, head_weights: Tensor, keys: Cache, rows: Rows, *, ratio: int, top_k: int
+) -> Tensor:
+    out = torch.empty((len(q), top_k), dtype=torch.int32, device=q.device)
+    width = rows.max_entries(ratio)
+    each = max(1, SCORE_BYTES // (4 * width))
+    for first in range(0, len(q), each):
+        last = min(first + each, len(q))
+        part = slice(first, last)
+        where = rows.positions[part], rows.page_rows[part]
+        _select(q[part], head_weights[part], keys, where, rows.page_table, ratio, width, out[part])
+    return out
+
+
+def _select(
+    q: Tensor,
+    head_weights: Tensor,
+    keys: Cache,
+    where: tuple[Tensor, Tensor],
+    page_table: Tensor,
+    ratio: int,
+    width: int,
+    out: Tensor,
+) -> None:
+    num_rows, num_heads, dim = q.shape
+    top_k = out.shape[1]
+    form = keys.form
+    assert isinstance(form, Mxfp4Rows)  # by the predicate
+    positions, page_rows = where
+    scores = torch.empty((num_rows, width), dtype=torch.float32, device=q.device)
+    if width > top_k:
+        score_page[(page_table.shape[1], num_rows)](
+            q,
+            head_weights.contiguous(),
+            keys.pages,
+            scores,
+            positions,
+            page_rows,
+            page_table,
+            page_table.stride(0),
+            width,
+            form.page_bytes,
+            ratio,
+            top_k,
+            HEADS=num_heads,
+            HEADS_PAD=max(16, triton.next_power_of_2(num_heads)),
+            DIM=dim,
+            ENTRIES=form.entries_per_page,
+            num_warps=4,
+        )
+    num_chunks = triton.cdiv(width, CHUNK)
+    if num_chunks == 1:
+        chunk = max(top_k, triton.next_power_of_2(width))
+        choose_in_chunk[(num_rows, 1)](
+            scores,
+            out,
+            scores,
+            positions,
+            width,
+            ratio,
+            out.stride(0),
+            K=top_k,
+            CHUNK=chunk,
+            LAST=True,
+            num_warps=8 if chunk > 1024 else 4,
+        )
+        return
+    candidates = torch.empty((num_rows, num_chunks * top_k), dtype=torch.int32, device=q.device)
+    best = torch.empty(candidates.shape, dtype=torch.float32, device=q.device)
+    choose_in_chunk[(num_rows, num_chunks)](
+        scores,
+        candidates,
+        best,
+        positions,
+        width,
+        ratio,
+        candidates.stride(0),
+        K=top_k,
+        CHUNK=CHUNK,
+        LAST=False,
+        num_warps=8,
+    )
+    num = triton.next_power_of_2(num_chunks * top_k)
+    choose_of_chunks[(num_rows,)](
+        candidates,
+        best,
+        out,
+        positions,
+        ratio,
+        candidates.stride(0),
+        K=top_k,
+        CHUNK=CHUNK,
+        NUM=num,
+        num_warps=8 if num <= 8192 else 16,
+    )

@@ -1,0 +1,201 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: disable-error-code="import-untyped, attr-defined, misc"
+"""Row kernels: norm, rotation and the write of fp8 KV rows. One program a row (or a row's heads),
+so that a row never meets another."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moet.kernels.cache import Cache, Fp8Rows
+from moet.kernels.triton_common import load_rotation, rotate_pairs, store_fp8_row
+
+HEADS_EACH = 8
+
+
+@triton.jit
+def norm_row(x, weight, out, stride, eps, DIM: tl.constexpr, PAD: tl.constexpr, W: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, PAD)
+    value = tl.load(x + row * stride + d, mask=d < DIM, other=0.0).to(tl.float32)
+    value = value * tl.rsqrt(tl.sum(value * value, 0) / DIM + eps)
+    if W:
+        value = value * tl.load(weight + d, mask=d < DIM, other=0.0)
+    tl.store(out + row * DIM + d, value.to(out.dtype.element_ty), mask=d < DIM)
+
+
+@triton.jit
+def norm_rope(
+    q,
+    cos_ptr,
+    sin_ptr,
+    out,
+    stride,
+    eps,
+    HEADS: tl.constexpr,
+    EACH: tl.constexpr,
+    DIM: tl.constexpr,
+    ROPE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * EACH + tl.arange(0, EACH)
+    at = head[:, None] * DIM + tl.arange(0, DIM)[None, :]
+    inside = (head < HEADS)[:, None]
+    x = tl.load(q + row * stride + at, mask=inside, other=0.0).to(tl.float32)
+    x = x * tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
+    x = x.to(out.dtype.element_ty).to(tl.float32)
+    cos, sin = load_rotation(cos_ptr, sin_ptr, row, DIM, ROPE)
+    x = rotate_pairs(x, cos, sin)
+    tl.store(out + row * HEADS * DIM + at, x.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def write_fp8(
+    kv,
+    weight,
+    cos_ptr,
+    sin_ptr,
+    pages,
+    slots,
+    stride,
+    PAGE_BYTES,
+    eps,
+    ENTRIES: tl.constexpr,
+    DIM: tl.constexpr,
+    ROPE: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
+    if slot >= 0:
+        d = tl.arange(0, DIM)
+        x = tl.load(kv + row * stride + d).to(tl.float32)
+        x = x * tl.rsqrt(tl.sum(x * x, 0) / DIM + eps) * tl.load(weight + d)
+        x = x.to(kv.dtype.element_ty).to(tl.float32)
+        cos, sin = load_rotation(cos_ptr, sin_ptr, row, DIM, ROPE)
+        x = rotate_pairs(tl.reshape(x, [1, DIM]), cos, sin)
+        x = tl.reshape(x.to(kv.dtype.element_ty).to(tl.float32), [DIM])
+        store_fp8_row(x, pages, slot, PAGE_BYTES, ENTRIES, DIM, ROPE, SCALE_BYTES)
+
+
+@triton.jit
+def copy_fp8(
+    source,
+    target,
+    slots,
+    SOURCE_ENTRIES,
+    PAGE_BYTES,
+    ENTRIES: tl.constexpr,
+    DATA: tl.constexpr,
+    DATA_PAD: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
+    if slot >= 0:
+        d = tl.arange(0, DATA_PAD)
+        s = tl.arange(0, SCALE_BYTES)
+        data = tl.load(source + row * DATA + d, mask=d < DATA)
+        scales = tl.load(source + SOURCE_ENTRIES.to(tl.int64) * DATA + row * SCALE_BYTES + s)
+        page = target + (slot // ENTRIES) * PAGE_BYTES
+        place = slot % ENTRIES
+        tl.store(page + place * DATA + d, data, mask=d < DATA)
+        tl.store(page + ENTRIES * DATA + place * SCALE_BYTES + s, scales)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, *, eps: float) -> Tensor:
+    dim = x.shape[-1]
+    flat = x if x.dim() == 2 else x.reshape(-1, dim)
+    assert flat.stride(1) == 1
+    out = torch.empty(flat.shape, dtype=x.dtype, device=x.device)
+    if len(flat):
+        pad = triton.next_power_of_2(dim)
+        norm_row[(len(flat),)](
+            flat,
+            x if weight is None else weight,
+            out,
+            flat.stride(0),
+            eps,
+            DIM=dim,
+            PAD=pad,
+            W=weight is not None,
+            num_warps=4,
+        )
+    return out.view(x.shape)
+
+
+def norm_rope_heads(q: Tensor, cos: Tensor, sin: Tensor, *, num_heads: int, eps: float) -> Tensor:
+    num_rows, width = q.shape
+    dim = width // num_heads
+    out = torch.empty((num_rows, num_heads, dim), dtype=q.dtype, device=q.device)
+    if num_rows:
+        norm_rope[(num_rows, triton.cdiv(num_heads, HEADS_EACH))](
+            q,
+            cos,
+            sin,
+            out,
+            q.stride(0),
+            eps,
+            HEADS=num_heads,
+            EACH=HEADS_EACH,
+            DIM=dim,
+            ROPE=2 * cos.shape[1],
+            num_warps=4,
+        )
+    return out
+
+
+def fp8_form(cache: Cache) -> Fp8Rows:
+    assert isinstance(cache.form, Fp8Rows)  # by the predicate
+    return cache.form
+
+
+def write_kv(
+    kv: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cache: Cache,
+    slots: Tensor,
+    *,
+    eps: float,
+) -> None:
+    form = fp8_form(cache)
+    if len(kv):
+        write_fp8[(len(kv),)](
+            kv,
+            weight,
+            cos,
+            sin,
+            cache.pages,
+            slots,
+            kv.stride(0),
+            form.page_bytes,
+            eps,
+            ENTRIES=form.entries_per_page,
+            DIM=form.width,
+            ROPE=form.width - form.nope_dim,
+            SCALE_BYTES=form.planes().bytes_per_entry[1],
+            num_warps=1,
+        )
+
+
+def copy_entries(source: Cache, target: Cache, slots: Tensor) -> None:
+    form = fp8_form(target)
+    data, scales = form.planes().bytes_per_entry
+    if len(slots):
+        copy_fp8[(len(slots),)](
+            source.pages,
+            target.pages,
+            slots,
+            source.form.entries_per_page,
+            form.page_bytes,
+            ENTRIES=form.entries_per_page,
+            DATA=data,
+            DATA_PAD=triton.next_power_of_2(data),
+            SCALE_BYTES=scales,
+            num_warps=1,
+        )
