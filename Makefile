@@ -11,7 +11,7 @@ serve: .venv/installed
 	$(BIN)/moet serve $(MODEL) $(ARGS)
 
 test: .venv/installed-dev
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
 
 lint: .venv/installed-dev
 	$(BIN)/ruff format --check .
