@@ -175,6 +175,12 @@ def _serve(made: argparse.ArgumentParser) -> None:
     http.add_argument("--sse-keep-alive-interval", type=float, default=15.0, metavar="SECONDS")
     http.add_argument("--max-thinking-tokens", type=num_tokens, default=None, metavar="TOKENS",
                       help="of reasoning in an answer; a request may ask for less")  # fmt: skip
+    http.add_argument("--reasoning-effort", default=None, metavar="EFFORT",
+                      help="of requests that name none: none, minimal, low, medium, high, "
+                      "xhigh or max")  # fmt: skip
+    http.add_argument("--default-chat-template-kwargs", type=json_object, default={},
+                      metavar="JSON", help="of requests that say nothing of their own, such as "
+                      '{"enable_thinking": false}')  # fmt: skip
     http.add_argument("--request-timeout", type=float, default=None, metavar="SECONDS",
                       help="from a request's arrival to its last token")  # fmt: skip
     http.add_argument("--allowed-origins", type=origins, default=(), metavar="URL,...",
@@ -293,6 +299,17 @@ def num_tokens(text: str) -> int:
     if text[-1:] in ("K", "M", "G"):
         return _quantity(text.lower() + "ib", text)
     return _quantity(text, text)
+
+
+def json_object(text: str) -> dict[str, object]:
+    """Parse a JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return value
 
 
 def origins(text: str) -> tuple[str, ...]:

@@ -34,6 +34,7 @@ DEMO_NOTICE = "demo is a tiny model with random weights: its words are random"
 
 def serve(args: argparse.Namespace) -> int:
     """Answer over HTTP until a signal or the engine's death."""
+    from moet.server.reasoning import reasoning_defaults
     from moet.server.run import Service
 
     config = ServerConfig(
@@ -45,11 +46,14 @@ def serve(args: argparse.Namespace) -> int:
         shutdown_timeout_s=args.shutdown_timeout,
         keep_alive_s=args.sse_keep_alive_interval,
         max_thinking_tokens=args.max_thinking_tokens,
+        reasoning_effort=args.reasoning_effort,
+        default_chat_template_kwargs=args.default_chat_template_kwargs,
         request_timeout_s=args.request_timeout,
         raw_log_folder=args.log_raw_output,
         otlp_endpoint=args.otlp_traces_endpoint,
         allowed_origins=args.allowed_origins,
     )
+    reasoning_defaults(config)  # wrong flags are told of before anything is loaded
     service = Service(
         lambda on_death: _engine(
             args, own_process=not args.in_process, wait=False, on_death=on_death

@@ -70,6 +70,8 @@ def test_token_counts(text: str, number: int) -> None:
         (["make-checkpoint", "deepseek-v4-flash", "--size", "huge"], "huge"),
         (["convert", "/nowhere", "/tmp/pack"], "/nowhere"),
         (["serve", "--api-key-file", "/nowhere"], "--api-key-file"),
+        (["serve", "--reasoning-effort", "colossal"], "--reasoning-effort"),
+        (["serve", "--default-chat-template-kwargs", '{"x": 1}'], "'x'"),
     ],
 )
 def test_what_is_wrong_ends_with_code_2_and_says_so(

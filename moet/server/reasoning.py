@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from moet.config import ServerConfig
 from moet.errors import ConfigError, RequestError
 
 T = TypeVar("T", bool, str, int)
@@ -63,8 +64,8 @@ class Reasoning:
 class ReasoningDefaults:
     """The server's word where a request has none; max_tokens bounds every request.
 
-    template_kwargs may hold what a request's chat_template_kwargs may. ConfigError if a value is
-    wrong.
+    template_kwargs may hold what a request's chat_template_kwargs may. ConfigError if it holds
+    something else, or a value is wrong.
     """
 
     effort: str | None = None
@@ -72,12 +73,23 @@ class ReasoningDefaults:
     max_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        flag = "--default-chat-template-kwargs"
+        for name in self.template_kwargs:
+            if f"{TEMPLATE}.{name}" not in (*EFFORT, *SWITCH, *FORGET):
+                raise ConfigError(f"{flag} has {name!r:.60}, which means nothing here")
         try:
             _read_request({"reasoning_effort": self.effort, TEMPLATE: self.template_kwargs})
         except RequestError as error:
-            raise ConfigError(
-                f"--default-chat-template-kwargs, --reasoning-effort: {error}"
-            ) from None
+            raise ConfigError(f"{flag} or --reasoning-effort: {error}") from None
+
+
+def reasoning_defaults(config: ServerConfig) -> ReasoningDefaults:
+    """What the server's flags say. ConfigError if one is wrong."""
+    return ReasoningDefaults(
+        effort=config.reasoning_effort,
+        template_kwargs=config.default_chat_template_kwargs,
+        max_tokens=config.max_thinking_tokens,
+    )
 
 
 def read_reasoning(
