@@ -14,7 +14,7 @@ The parameters of a row act in this order, each on the result of the one before:
 7. top_p keeps the fewest of these, largest first, that hold at least that share of their mass;
 8. min_p keeps tokens of at least that share of the largest probability;
 9. one token is drawn in proportion to what is left, by a number that is a function of
-   (seed, position) alone;
+   (seed, position) alone; with a proposal, acceptance.py decides by what is left whether it holds;
 10. a sequence that has used up its thinking budget takes the end of thinking instead.
 
 Reported log-probabilities are those of the raw logits, before step 1. A row's result does not
@@ -27,11 +27,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from moet.runtime.acceptance import Purpose, counter_uniform, draw, verify
 from moet.runtime.grammar import allowed
 from moet.runtime.sampling_params import MAX_THINK_ENDS
 from moet.types import SamplingParams, ThinkingBudget, TokenLogprobs
@@ -43,6 +42,15 @@ class Sampled:
 
     token_ids: Tensor
     logprobs: list[TokenLogprobs | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A drafted token and the distribution that it was drawn from: [vocab_size] fp32, or None if it
+    was not drawn but the likeliest (of a sequence at temperature 0)."""
+
+    token_id: int
+    probs: Tensor | None
 
 
 class SamplerState:
@@ -143,12 +151,14 @@ class SamplerState:
         slots: Tensor,
         positions: Tensor,
         masks: Mapping[int, Tensor] | None = None,
+        proposals: Mapping[int, Proposal] | None = None,
     ) -> Sampled:
         """Draw the next token of each row and remember it for the slot.
 
         logits: [n, vocab_size] fp32, unchanged. slots: [n] int64, admitted and distinct.
         positions: [n] int64, the position of the token whose row made the logits. masks: rows that
         only some tokens may follow, with their bits as in runtime/grammar.py: [words] int32.
+        proposals: rows that a draft was made for; it holds if it is the row's token.
         """
         slot_list = slots.tolist()
         rows = [self._row_params(slot) for slot in slot_list]
@@ -163,14 +173,20 @@ class SamplerState:
             probs = self._probs(scores[at], slots[at])
             if any(rows[i].min_p > 0 for i in plain):
                 probs = self._floor(probs, slots[at])
-            token_ids[at] = _draw(probs, uniform[at])
+            token_ids[at] = draw(probs, uniform[at])
         if ranked:
             at = torch.tensor(ranked, device=logits.device)
             ordered, ids = scores[at].sort(dim=-1, descending=True, stable=True)
             probs = self._probs(ordered, slots[at])
             probs = _truncate(probs, self._top_k[slots[at]], self._top_p[slots[at]])
-            drawn = _draw(self._floor(probs, slots[at]), uniform[at])
+            drawn = draw(self._floor(probs, slots[at]), uniform[at])
             token_ids[at] = ids.gather(-1, drawn[:, None])[:, 0]
+        drafted = [i for i in proposals or {} if rows[i].temperature > 0]
+        if proposals and drafted:
+            at = torch.tensor(drafted, device=logits.device)
+            token_ids[at] = self._verify(
+                scores[at], slots[at], positions[at], [proposals[i] for i in drafted]
+            )
         limited = [i for i, params in enumerate(rows) if params.thinking is not None]
         if limited:
             at = torch.tensor(limited, device=logits.device)
@@ -178,6 +194,29 @@ class SamplerState:
         self.last_token[slots] = token_ids
         self._count(slots, token_ids, rows)
         return Sampled(token_ids, _report(logits, token_ids, [p.logprobs for p in rows]))
+
+    def propose(self, logits: Tensor, slots: Tensor, positions: Tensor) -> list[Proposal]:
+        """Draw a draft of each row; what is known of the slots does not change.
+
+        logits: [n, vocab_size] fp32, of a draft model. slots, positions: [n] int64, as for sample.
+        A draft follows the slot's parameters, but not what depends on the tokens before it
+        (penalties, masks, min_tokens): those act when it is verified.
+        """
+        rows = [self._row_params(slot) for slot in slots.tolist()]
+        biased = [i for i, params in enumerate(rows) if _has_bias(params)]
+        if biased:
+            at = torch.tensor(biased, device=logits.device)
+            logits = logits.index_add(0, at, self._bias[slots[at]])
+        best = logits.argmax(-1).tolist()
+        made = [Proposal(token_id, None) for token_id in best]
+        sampled = [i for i, params in enumerate(rows) if params.temperature > 0]
+        if sampled:
+            at = torch.tensor(sampled, device=logits.device)
+            probs = self._distribution(logits[at], slots[at])
+            uniform = counter_uniform(self._seed[slots[at]], positions[at], Purpose.DRAFT)
+            for place, token_id in enumerate(draw(probs, uniform).tolist()):
+                made[sampled[place]] = Proposal(token_id, probs[place])
+        return made
 
     def check(self) -> None:
         """Raise AssertionError if a free slot still holds counts, bias or end tokens."""
@@ -267,6 +306,35 @@ class SamplerState:
         top = scores.max(-1, keepdim=True).values  # taken off first: small temperatures stay finite
         return ((scores - top) / self._temperature[slots][:, None]).softmax(-1)
 
+    def _distribution(self, scores: Tensor, slots: Tensor) -> Tensor:
+        """Steps 5-8 of rows at a temperature above 0, by token id: [m, vocab_size] fp32."""
+        probs = torch.empty_like(scores)
+        for i, slot in enumerate(slots.tolist()):  # row by row, each by its own parameters alone
+            row, at, params = scores[i : i + 1], slots[i : i + 1], self._row_params(slot)
+            if _needs_sort(params):
+                ordered, ids = row.sort(dim=-1, descending=True, stable=True)
+                kept = _truncate(self._probs(ordered, at), self._top_k[at], self._top_p[at])
+                probs[i] = torch.zeros_like(row).scatter(-1, ids, self._floor(kept, at))[0]
+            else:
+                probs[i] = self._floor(self._probs(row, at), at)[0]
+        return probs
+
+    def _verify(
+        self, scores: Tensor, slots: Tensor, positions: Tensor, proposals: list[Proposal]
+    ) -> Tensor:
+        """Tokens of rows with a draft, at a temperature above 0: [m] int64."""
+        seeds, drawn_from = self._seed[slots], []
+        for proposal in proposals:
+            assert proposal.probs is not None, "a draft at a temperature above 0 is drawn"
+            drawn_from.append(proposal.probs)
+        return verify(
+            self._distribution(scores, slots),
+            torch.stack(drawn_from),
+            self._ids([proposal.token_id for proposal in proposals]),
+            counter_uniform(seeds, positions, Purpose.ACCEPT),
+            counter_uniform(seeds, positions, Purpose.RESIDUAL),
+        )
+
     def _floor(self, probs: Tensor, slots: Tensor) -> Tensor:
         """Step 8, which needs no normalised row."""
         floor = self._min_p[slots][:, None] * probs.max(-1, keepdim=True).values
@@ -293,29 +361,6 @@ def prompt_logprobs(
     ]
 
 
-def counter_uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """A number in [0, 1) for each (seed, position): [n] int64 each -> [n] fp64, 53 random bits.
-
-    Two rounds of the splitmix64 finaliser, the position mixed in between; no state anywhere.
-    """
-    seed = seeds.cpu().numpy().view(np.uint64)
-    position = positions.cpu().numpy().view(np.uint64)
-    mixed = _mix64(_mix64(seed + _GOLDEN) ^ (position * _GOLDEN))
-    return torch.from_numpy((mixed >> _U11) * 2.0**-53).to(seeds.device)
-
-
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-_U11, _U27, _U30, _U31 = (np.uint64(bits) for bits in (11, 27, 30, 31))
-
-
-def _mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A bijection of 64 bits in which every input bit moves about half of the output bits."""
-    x = (x ^ (x >> _U30)) * _FACTORS[0]
-    x = (x ^ (x >> _U27)) * _FACTORS[1]
-    return x ^ (x >> _U31)
-
-
 def _truncate(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Steps 6 and 7 on rows in descending order. probs: [m, vocab_size]; top_k, top_p: [m]."""
     rank = torch.arange(probs.shape[-1], device=probs.device)
@@ -324,13 +369,6 @@ def _truncate(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     before = upto - probs
     keep = (before < top_p[:, None] * upto[:, -1:]) | (top_p[:, None] >= 1.0)
     return torch.where(keep, probs, 0.0)
-
-
-def _draw(probs: Tensor, uniform: Tensor) -> Tensor:
-    """Step 9: the first index whose cumulated weight exceeds uniform times the sum. [m] int64."""
-    upto = probs.cumsum(-1, dtype=torch.float64)
-    drawn = torch.searchsorted(upto, uniform[:, None] * upto[:, -1:], right=True)[:, 0]
-    return drawn.clamp(max=probs.shape[-1] - 1)  # only a row of NaN gets past the end
 
 
 def _first_open(row: Tensor, other: Tensor) -> Tensor:

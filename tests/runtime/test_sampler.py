@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moet.runtime.sampler import SamplerState, counter_uniform, prompt_logprobs
+from moet.runtime.acceptance import counter_uniform
+from moet.runtime.sampler import SamplerState, prompt_logprobs
 from moet.types import SamplingParams
 
 VOCAB = 12

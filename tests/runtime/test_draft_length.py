@@ -1,0 +1,75 @@
+"""How many drafts: the rule by itself."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moet.runtime.draft_length import (
+    PROBE_INTERVAL,
+    Acceptance,
+    StepCosts,
+    draft_length,
+    fair_length,
+)
+
+COSTS = StepCosts()
+
+
+def _after(steps: int, num_drafts: int, num_accepted: int) -> Acceptance:
+    acceptance = Acceptance()
+    for _ in range(steps):
+        acceptance = acceptance.after(num_drafts, num_accepted)
+    return acceptance
+
+
+def test_good_drafts_are_asked_for_and_bad_ones_are_not() -> None:
+    assert draft_length(4, _after(50, 4, 4), num_decoding=1, costs=COSTS) == 4
+    assert draft_length(4, _after(50, 4, 0), num_decoding=1, costs=COSTS) == 0
+    assert draft_length(4, _after(50, 4, 2), num_decoding=1, costs=COSTS) == 2
+
+
+def test_it_falls_as_the_load_rises() -> None:
+    acceptance = _after(50, 5, 3)
+    chosen = [
+        draft_length(5, acceptance, num_decoding=n, costs=COSTS) for n in (1, 4, 16, 64, 256, 1024)
+    ]
+    assert chosen == sorted(chosen, reverse=True)
+    assert chosen[0] == 3
+    assert chosen[-1] <= 1
+
+
+def test_with_free_rows_every_draft_pays() -> None:
+    free = StepCosts(fixed=1.0, per_row=0.0, per_draft=0.0)
+    assert draft_length(5, _after(50, 5, 1), num_decoding=300, costs=free) == 5
+
+
+def test_after_a_while_without_drafts_one_is_tried() -> None:
+    acceptance = _after(50, 4, 0)
+    for num_plain_steps in (PROBE_INTERVAL - 1, PROBE_INTERVAL):
+        chosen = draft_length(
+            4, acceptance, num_decoding=1, costs=COSTS, num_plain_steps=num_plain_steps
+        )
+        assert chosen == (num_plain_steps == PROBE_INTERVAL)
+    assert draft_length(0, acceptance, num_decoding=1, costs=COSTS, num_plain_steps=99) == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=40), st.integers(0, 6))
+def test_rates_are_chances_and_old_news_fade(steps: list[tuple[int, int]], size: int) -> None:
+    acceptance = Acceptance()
+    for num_drafts, num_accepted in steps:
+        acceptance = acceptance.after(num_drafts, min(num_drafts, num_accepted))
+    rates = acceptance.rates(size)
+    assert len(rates) == size
+    assert all(0.0 <= rate <= 1.0 for rate in rates)
+    for _ in range(60):
+        acceptance = acceptance.after(5, 5)
+    assert min(acceptance.rates(5)) > 0.9
+
+
+@given(st.lists(st.integers(0, 5), max_size=20), st.integers(0, 60))
+def test_fair_lengths_fit_and_waste_nothing(wanted: list[int], spare: int) -> None:
+    cut = fair_length(wanted, len(wanted) + spare)
+    assert sum(cut) <= spare
+    assert all(0 <= a <= b for a, b in zip(cut, wanted, strict=True))
+    if cut != wanted:  # one more of each of the longest would not fit
+        longer = [min(b, max(cut) + 1) for b in wanted]
+        assert sum(longer) > spare
