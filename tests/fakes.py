@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -189,9 +190,15 @@ def make_core(
     num_snapshots: int = 64,
     prefix_cache: str = "on",
     seed: int = 0,
+    host_cache_blocks: int = 0,
+    disk: tuple[Path, int] | None = None,
+    kv_identity: str = "fake",
     **scheduler: object,
 ) -> EngineCore:
-    """A core around a FakeModel; memory is given in pages, blocks and snapshots."""
+    """A core around a FakeModel; memory is given in pages, blocks and snapshots.
+
+    disk: a folder and its budget in bytes.
+    """
     model = model or FakeModel()
     spec = model.kv_cache_spec()
     cache = CacheConfig(
@@ -199,6 +206,9 @@ def make_core(
         host_budget_bytes=num_host_blocks * spec.bytes_per_page,
         snapshot_budget_bytes=num_snapshots * model.window * 16,
         prefix_cache=prefix_cache,  # type: ignore[arg-type]
+        host_cache_bytes=host_cache_blocks * spec.bytes_per_page,
+        disk_cache_folder=None if disk is None else str(disk[0]),
+        disk_cache_bytes=0 if disk is None else disk[1],
     )
     scheduler.setdefault("overlap", False)
     scheduler.setdefault("prefill_share", 1.0)  # no chunk depends on measured time
@@ -210,6 +220,7 @@ def make_core(
         precision="w2",
         vocab_size=model.vocab_size,
         seed=seed,
+        kv_identity=kv_identity,
     )
 
 

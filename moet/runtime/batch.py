@@ -74,7 +74,38 @@ class Restore:
     snapshot: int
 
 
-Command = Admit | Release | SetPages | SwapOut | SwapIn | Restore
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """A cached page, or a snapshot, is copied into host blocks; `save`: to be written to disk."""
+
+    name: str
+    page: int | None
+    snapshot: int | None
+    blocks: list[int]
+    save: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BringPages:
+    """Cached pages come back from one host block each."""
+
+    seq: Sequence
+    pages: list[int]
+    blocks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class BringSnapshot:
+    """A snapshot comes back from host blocks."""
+
+    seq: Sequence
+    snapshot: int
+    blocks: list[int]
+
+
+Command = (
+    Admit | Release | SetPages | SwapOut | SwapIn | Restore | Keep | BringPages | BringSnapshot
+)
 
 
 @dataclass(frozen=True, slots=True)

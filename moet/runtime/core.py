@@ -23,6 +23,7 @@ from moet.runtime.batch import Batch, StepResult
 from moet.runtime.grammar_check import check_grammar
 from moet.runtime.grammar_compiler import CompileJob, GrammarCompiler
 from moet.runtime.kv_cache import KVCache, resume_bytes
+from moet.runtime.kv_disk import DiskStats
 from moet.runtime.metrics import CoreInfo, CoreStats, Counters, ExpertStats
 from moet.runtime.model_runner import ModelRunner
 from moet.runtime.prefix_cache import root_key
@@ -31,18 +32,21 @@ from moet.runtime.sampling_params import validate_params
 from moet.runtime.scheduler import Scheduler
 from moet.runtime.sequence import Sequence
 from moet.runtime.sequence_memory import SequenceMemory
+from moet.runtime.tier_plan import host_cache_blocks, open_tiers
 from moet.types import FinishReason, GrammarSpec, Request, TokenEvent
 
 logger = logging.getLogger(__name__)
 
 MAX_NAMED = 16  # requests in a description of a step
+IDLE_WAIT_S = 0.01  # for the disk, before new commands are heard
 COMPILE_POLL_S = 0.01  # how long an idle step waits for a grammar before new commands are heard
 
 
 class EngineCore:
     """A model at work. `precision` names the policy that the experts are computed with.
 
-    Without `grammars`, requests that bring one are refused.
+    Without `grammars`, requests that bring one are refused. kv_identity: everything that KV state
+    depends on besides tokens, for a cache that outlives the core.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class EngineCore:
         vocab_size: int,
         seed: int,
         grammars: GrammarCompiler | None = None,
+        kv_identity: str = "",
         expert_stats: Callable[[], ExpertStats] = lambda: ExpertStats(layers=[]),
     ) -> None:
         spec = model.kv_cache_spec()
@@ -64,26 +69,38 @@ class EngineCore:
         window = _window(model, spec, cache, scheduler, num_pages)
         snapshot_bytes = resume_bytes(spec)
         keeps_snapshots = snapshot_bytes > 0 and cache.prefix_cache != "off"
+        num_preempt_blocks = cache.host_budget_bytes // max(spec.bytes_per_page, 1)
+        num_cache_blocks = host_cache_blocks(cache, spec, window)
         kv = KVCache(
             spec,
             num_pages=num_pages,
             num_seq_slots=num_seqs,
-            num_host_blocks=cache.host_budget_bytes // max(spec.bytes_per_page, 1),
+            num_host_blocks=num_preempt_blocks + num_cache_blocks,
             num_snapshots=(cache.snapshot_budget_bytes // snapshot_bytes if keeps_snapshots else 0),
         )
         self.expert_stats = expert_stats
         self._counters = Counters()
         self._at_work: Batch | None = None  # whose results are awaited
+        tiers = open_tiers(
+            cache,
+            spec,
+            first_block=num_preempt_blocks,
+            num_blocks=num_cache_blocks,
+            buffers=kv.buffers,
+            identity=kv_identity,
+            counters=self._counters,
+        )
         memory = SequenceMemory(
             spec,
             num_pages=num_pages,
             num_seq_slots=num_seqs,
-            num_host_blocks=kv.num_host_blocks,
+            num_host_blocks=num_preempt_blocks,
             num_snapshots=kv.num_snapshots,
             ring_blocks=kv.ring_blocks,
             snapshot_interval=scheduler.snapshot_interval,
             prefix_cache=cache.prefix_cache,
             counters=self._counters,
+            tiers=tiers,
         )
         sampler = SamplerState(num_seqs, model.vocab_size)
         self._runner = ModelRunner(
@@ -111,8 +128,10 @@ class EngineCore:
             num_pages=num_pages,
             kv_cache_bytes=num_pages * spec.bytes_per_page + num_seqs * spec.bytes_per_seq,
             num_seq_slots=num_seqs,
-            num_host_blocks=kv.num_host_blocks,
+            num_host_blocks=num_preempt_blocks,
             num_snapshots=kv.num_snapshots,
+            num_host_cache_blocks=num_cache_blocks,
+            disk_cache_bytes=cache.disk_cache_bytes,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             prefix_cache=cache.prefix_cache,
             overlap=scheduler.overlap,
@@ -180,9 +199,10 @@ class EngineCore:
         if self._compiling:
             self._take_compiled()
         batch = self._scheduler.schedule()
+        if batch is None and not self._in_flight:
+            return self._take_events()
         if self._thread is None:
-            if batch is None:
-                return self._scheduler.take_events()
+            assert batch is not None
             self._at_work = batch
             return self._apply(batch, self._runner.run(batch))
         if batch is not None:
@@ -191,7 +211,14 @@ class EngineCore:
             oldest, future = self._in_flight.popleft()
             self._at_work = oldest
             return self._apply(oldest, future.result())
-        return self._scheduler.take_events()
+        return self._take_events()
+
+    def _take_events(self) -> list[TokenEvent]:
+        """Events that no step has made; if there are none, wait a moment for the disk."""
+        events = self._scheduler.take_events()
+        if not events and not self._in_flight:
+            self._scheduler.memory.wait(IDLE_WAIT_S)
+        return events
 
     def activity(self) -> str:
         """What the last step was asked to do, by sizes and request ids; from any thread."""
@@ -212,7 +239,8 @@ class EngineCore:
     def stats(self) -> CoreStats:
         """The books as they are now. O(1) but for the histograms."""
         memory, counters = self._scheduler.memory, self._counters
-        pool, cache = memory.cache.pool, memory.cache
+        pool, cache, tiers = memory.cache.pool, memory.cache, memory.tiers
+        disk = tiers.disk_stats() if tiers else DiskStats()
         held = pool.num_used - cache.num_evictable
         return CoreStats(
             num_running=len(self._scheduler.running),
@@ -235,6 +263,16 @@ class EngineCore:
             num_corrupted=counters.num_corrupted,
             num_failed_steps=counters.num_failed_steps,
             num_split_steps=counters.num_split_steps,
+            num_host_hits=counters.num_host_hits,
+            num_host_dropped=counters.num_host_dropped,
+            num_disk_hits=counters.num_disk_hits,
+            num_host_cache_blocks=tiers.host.pool.num_used if tiers else 0,
+            disk_cache_bytes=disk.num_bytes,
+            num_disk_written=disk.num_written,
+            num_disk_evicted=disk.num_evicted,
+            num_disk_rejected=disk.num_rejected,
+            num_disk_foreign=disk.num_foreign,
+            num_disk_errors=disk.num_errors,
             finished=dict(counters.finished),
             step_time_s=counters.step_time_s.stats(),
             step_tokens=counters.step_tokens.stats(),
@@ -256,7 +294,7 @@ class EngineCore:
 
     def clear_prefix_cache(self) -> None:
         """Forget every page that no sequence holds, and find none of the others again."""
-        self._scheduler.memory.cache.clear()
+        self._scheduler.memory.clear_cache()
 
     def shutdown(self) -> None:
         """Abort what is open, wait for the steps in flight and stop; events are dropped."""
@@ -268,6 +306,7 @@ class EngineCore:
             self._thread.shutdown()
         if self._grammars is not None:
             self._grammars.close()
+        self._scheduler.memory.close()
 
     def _take_compiled(self) -> None:
         """Queue, or refuse, the requests whose grammars are compiled; wait if there is no more."""

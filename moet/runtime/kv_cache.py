@@ -95,6 +95,29 @@ class KVCache:
         """Put kept rings into a sequence slot."""
         self._scatter(self._resumable, slot, self._snapshots[snapshot])
 
+    def snapshot_to_host(self, snapshot: int, blocks: Sequence[int]) -> None:
+        """Copy a snapshot into host blocks, the last of which it may not fill."""
+        for n, block in enumerate(blocks):
+            part = self._snapshot_part(snapshot, n)
+            self._blocks[block, : len(part)] = part
+
+    def snapshot_from_host(self, snapshot: int, blocks: Sequence[int]) -> None:
+        """Copy host blocks back into a snapshot."""
+        for n, block in enumerate(blocks):
+            part = self._snapshot_part(snapshot, n)
+            part.copy_(self._blocks[block, : len(part)])
+
+    def _snapshot_part(self, snapshot: int, n: int) -> Tensor:
+        return self._snapshots[snapshot, n * self.block_bytes : (n + 1) * self.block_bytes]
+
+    def buffers(self, blocks: Sequence[int], num_bytes: int) -> list[memoryview]:
+        """The first num_bytes of host blocks, in place: [bytes of a block] each."""
+        parts = []
+        for n, block in enumerate(blocks):
+            size = min(num_bytes - n * self.block_bytes, self.block_bytes)
+            parts.append(self._blocks[block, :size].numpy().data)
+        return parts
+
     def copy_rings(self, slots: Sequence[int]) -> list[Tensor]:
         """All ring state of some sequence slots, on the device."""
         if not slots:

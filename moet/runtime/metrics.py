@@ -60,6 +60,8 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_seq_slots: int
     num_host_blocks: int  # for preempted sequences
     num_snapshots: int  # for the prefix cache
+    num_host_cache_blocks: int = 0  # for cached pages
+    disk_cache_bytes: int = 0  # the budget
     max_num_batched_tokens: int
     prefix_cache: str
     overlap: bool
@@ -105,6 +107,16 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     num_corrupted: int  # requests ended by logits that are not numbers
     num_failed_steps: int
     num_split_steps: int  # whose experts were not resident together
+    num_host_hits: int  # cached pages that came back from host memory
+    num_host_dropped: int  # cached pages and snapshots lost, as the host had no room
+    num_disk_hits: int  # cached pages and snapshots that came back from disk
+    num_host_cache_blocks: int = 0  # in use
+    disk_cache_bytes: int = 0
+    num_disk_written: int = 0
+    num_disk_evicted: int = 0
+    num_disk_rejected: int = 0  # damaged
+    num_disk_foreign: int = 0  # of other models or settings
+    num_disk_errors: int = 0
     finished: dict[str, int]  # by FinishReason
     step_time_s: HistogramStats  # of the device part
     step_tokens: HistogramStats
@@ -134,6 +146,9 @@ class Counters:
     num_corrupted: int = 0
     num_failed_steps: int = 0
     num_split_steps: int = 0
+    num_host_hits: int = 0
+    num_host_dropped: int = 0
+    num_disk_hits: int = 0
     finished: dict[str, int] = field(
         default_factory=lambda: {reason.value: 0 for reason in FinishReason}
     )

@@ -14,7 +14,10 @@ from moet.models.base import ExpertProvider, Model
 from moet.runtime.batch import (
     Admit,
     Batch,
+    BringPages,
+    BringSnapshot,
     Command,
+    Keep,
     Release,
     Restore,
     Row,
@@ -82,6 +85,8 @@ class ModelRunner:
                 self._command(command)
             except Exception as error:  # one sequence's trouble must not lose the others' copies
                 logger.exception("a command of a step failed")
+                if isinstance(command, Keep):
+                    raise  # the books would speak of bytes that are not there
                 if not isinstance(command, Release | SetPages):
                     command.seq.fault = f"set-up failed: {type(error).__name__}: {error}"
 
@@ -113,6 +118,14 @@ class ModelRunner:
             case SwapIn(_, slot, pages, page_blocks, ring_blocks):
                 self.kv.pages_from_host(pages, page_blocks)
                 self.kv.rings_from_host(slot, ring_blocks)
+            case Keep(_, None, int(snapshot), blocks, _):
+                self.kv.snapshot_to_host(snapshot, blocks)
+            case Keep(_, int(page), _, blocks, _):
+                self.kv.pages_to_host([page], blocks)
+            case BringPages(_, pages, blocks):
+                self.kv.pages_from_host(pages, blocks)
+            case BringSnapshot(_, snapshot, blocks):
+                self.kv.snapshot_from_host(snapshot, blocks)
             case Restore(_, slot, snapshot):
                 self.kv.restore_snapshot(slot, snapshot)
 

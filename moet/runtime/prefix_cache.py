@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moet.errors import CapacityError
@@ -48,7 +48,8 @@ class PrefixCache:
 
     The cache holds one reference of each page it knows; a page whose only reference that is can be
     evicted, least recently used first and a chain's tail before its head. `needs_snapshot`: a hit
-    must end at a border that has one. `enabled` False never keeps or finds anything.
+    must end at a border that has one. `enabled` False never keeps or finds anything. `on_evict` is
+    told the key, page and snapshot (or None) of what is given up for lack of room, just before.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class PrefixCache:
         self.enabled = enabled
         self._entries: dict[bytes, _Entry] = {}
         self._key_of_page: dict[int, bytes] = {}
+        self.on_evict: Callable[[bytes, int | None, int | None], None] = lambda *lost: None
         self._evictable: OrderedDict[int, None] = OrderedDict()  # pages, oldest first
         self._attached: OrderedDict[int, bytes] = OrderedDict()  # snapshot -> key, oldest first
 
@@ -85,6 +87,19 @@ class PrefixCache:
         """Whether the cache holds a reference of this page."""
         return page in self._key_of_page
 
+    def find(self, key: bytes) -> tuple[int | None, int | None]:
+        """The page of a key and the snapshot at its end, None for what is not there."""
+        entry = self._entries.get(key)
+        return (None, None) if entry is None else (entry.page, entry.snapshot)
+
+    def retain(self, pages: Sequence[int], snapshot: int | None) -> None:
+        """Add a reference to pages of entries, for a sequence that starts at a snapshot of one."""
+        self.pool.retain(pages)
+        for page in pages:
+            self._evictable.pop(page, None)
+        if snapshot is not None:
+            self._attached.move_to_end(snapshot)
+
     def match(self, keys: Sequence[bytes]) -> Hit:
         """Find the longest run of keys from the start that can be resumed; references its pages."""
         entries = []
@@ -99,12 +114,8 @@ class PrefixCache:
         if not entries:
             return Hit([], None)
         pages = [entry.page for entry in entries]
-        self.pool.retain(pages)
-        for page in pages:
-            self._evictable.pop(page, None)
         snapshot = entries[-1].snapshot
-        if snapshot is not None:
-            self._attached.move_to_end(snapshot)
+        self.retain(pages, snapshot)
         return Hit(pages, snapshot)
 
     def allocate(self, num_pages: int) -> list[int]:
@@ -118,7 +129,9 @@ class PrefixCache:
                 "free or evictable"
             )
         while self.pool.num_free < num_pages:
-            self._remove(self._key_of_page[next(iter(self._evictable))])
+            key = self._key_of_page[next(iter(self._evictable))]
+            self.on_evict(key, *self.find(key))
+            self._remove(key)
         return self.pool.allocate(num_pages)
 
     def release(self, pages: Sequence[int]) -> None:
@@ -153,7 +166,9 @@ class PrefixCache:
         if self.snapshots.num_free == 0:
             if not self._attached:
                 return None
-            self._drop_snapshot(self._entries[next(iter(self._attached.values()))])
+            snapshot, key = next(iter(self._attached.items()))
+            self.on_evict(key, None, snapshot)
+            self._drop_snapshot(self._entries[key])
         return self.snapshots.allocate(1)[0]
 
     def return_snapshot_id(self, snapshot: int) -> None:

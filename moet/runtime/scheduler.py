@@ -43,6 +43,7 @@ class Scheduler:
         self.num_new = 0  # waiting and never placed
         self.num_new_tokens = 0
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # heap by rank
+        self._loading: list[Sequence] = []  # waiting for the disk, and in no line meanwhile
         self._blocked: tuple[int, int] | None = None  # who found no room, after how many releases
         self._stuck: tuple[int, int] | None = None  # for whom nobody's leaving would make room
         self._events: list[TokenEvent] = []
@@ -55,7 +56,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a call of schedule or take_events can still lead anywhere."""
-        return bool(self.sequences or self._events or self.memory.commands)
+        return bool(self.sequences or self._events or self.memory.has_work)
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence that is known to fit."""
@@ -70,6 +71,9 @@ class Scheduler:
         """Decide the next step; None if there is nothing to do before a step in flight is read."""
         rows: list[Row] = []
         self._expire(perf_counter())
+        self.memory.pump()
+        if self._waiting or self._loading:
+            self._fetch()
         if self._waiting and self.pace.debt_s == 0:
             self._give_way()
         num_preemptions = self.counters.num_preemptions
@@ -98,6 +102,7 @@ class Scheduler:
         Rows of sequences that have ended since are discarded.
         """
         events = self.take_events()
+        self.memory.committed(batch.commands)
         if batch.rows and not result.failed:
             num_prefill_rows = batch.num_tokens - batch.num_decoding
             self.pace.observe(batch.num_decoding, num_prefill_rows, result.device_s)
@@ -147,7 +152,9 @@ class Scheduler:
             assert len(seq.pages) * self.memory.page_size >= seq.num_computed or not seq.pages
         assert self.running == sorted(self.running, key=lambda seq: seq.rank)
         assert {s.arrival for s in self.running} == by_status[Status.RUNNING]
-        assert {s.arrival for _, s in self._waiting} == by_status[Status.WAITING]
+        waiting = [*(s for _, s in self._waiting), *self._loading]
+        assert len(waiting) == len(by_status[Status.WAITING])
+        assert {s.arrival for s in waiting} == by_status[Status.WAITING]
         assert not by_status[Status.FINISHED]
         new = [s for s in self.sequences.values() if not s.was_placed]
         assert (self.num_new, self.num_new_tokens) == (len(new), sum(s.prompt_len for s in new))
@@ -189,11 +196,21 @@ class Scheduler:
                 self._events.append(msgspec.structs.replace(event, overloaded=True))
             self._arrivals.popleft()
 
+    def _fetch(self) -> None:
+        """Have the first one waiting look for its prompt on disk; others pass it meanwhile."""
+        for seq in [seq for seq in self._loading if self.memory.is_fetched(seq)]:
+            self._loading.remove(seq)
+            heapq.heappush(self._waiting, (seq.rank, seq))
+        while self._waiting and self.memory.fetch(self._waiting[0][1]):
+            self._loading.append(heapq.heappop(self._waiting)[1])
+
     def _give_way(self) -> None:
         """Preempt sequences of worse priority if that makes room for the first one waiting."""
         first = self._waiting[0][1]
         worse = [s for s in self.running if s.request.priority > first.request.priority]
         if not worse or first.num_pending or self._stuck == self._state_of(first):
+            return
+        if not self.memory.is_fetched(first):
             return
         num_tokens = self._tokens_to_place(first)
         for num_leaving in range(len(worse) + 1):
@@ -224,6 +241,11 @@ class Scheduler:
                 return budget
             if self._blocked == self._state_of(seq) or seq.num_pending:  # or moved out just now
                 return budget
+            if not self.memory.is_fetched(seq):
+                self._fetch()
+                if self._waiting and self._waiting[0][1] is seq and not seq.was_fetched:
+                    return budget
+                continue
             if not self.memory.place(seq, self._tokens_to_place(seq)):
                 self._blocked = self._state_of(seq)
                 return budget
@@ -335,6 +357,7 @@ class Scheduler:
         if seq.status is Status.RUNNING:
             self.running.remove(seq)
         else:
+            self._loading = [other for other in self._loading if other is not seq]
             self._waiting = [entry for entry in self._waiting if entry[1] is not seq]
             heapq.heapify(self._waiting)
             if not seq.was_placed:

@@ -50,6 +50,7 @@ class Sequence:
     num_logprobs_scheduled: int = 0  # prompt rows
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
     was_placed: bool = False  # ever
+    was_fetched: bool = False  # the disk was asked for pages, or there is none
     has_event: bool = False
     constraint: Constraint | None = None  # has taken every token of token_ids past the prompt
     fault: str | None = None  # why the runner could not set it up; written by the runner

@@ -13,11 +13,24 @@ from typing import Literal
 
 from moet.errors import CapacityError
 from moet.models.base import KVCacheSpec
-from moet.runtime.batch import Admit, Command, Release, Restore, Row, SetPages, SwapIn, SwapOut
+from moet.runtime.batch import (
+    Admit,
+    BringPages,
+    BringSnapshot,
+    Command,
+    Keep,
+    Release,
+    Restore,
+    Row,
+    SetPages,
+    SwapIn,
+    SwapOut,
+)
 from moet.runtime.kv_cache import resume_bytes
+from moet.runtime.kv_tiers import KVTiers, Reuse
 from moet.runtime.metrics import Counters
 from moet.runtime.page_pool import PagePool
-from moet.runtime.prefix_cache import Hit, PrefixCache
+from moet.runtime.prefix_cache import PrefixCache
 from moet.runtime.sequence import Sequence
 
 
@@ -40,6 +53,7 @@ class SequenceMemory:
         snapshot_interval: int,
         prefix_cache: Literal["on", "exact", "off"],
         counters: Counters,
+        tiers: KVTiers | None = None,
     ) -> None:
         self.page_size = spec.page_size
         self.num_seq_slots = num_seq_slots
@@ -53,6 +67,10 @@ class SequenceMemory:
             needs_snapshot=resume_bytes(spec) > 0,
             enabled=prefix_cache != "off",
         )
+        self.tiers = tiers
+        if tiers is not None:
+            self.cache.on_evict = tiers.evicted
+            tiers.copy = lambda keep: self.commands.append(keep)
         self.commands: list[Command] = []
         self.num_releases = 0  # grows whenever room may have been made
         self._free_slots = list(range(num_seq_slots - 1, -1, -1))
@@ -69,6 +87,35 @@ class SequenceMemory:
         commands, self.commands = self.commands, []
         return commands
 
+    @property
+    def has_work(self) -> bool:
+        """Whether copies are to be made, with or without a sequence that waits for them."""
+        return bool(self.commands or (self.tiers is not None and self.tiers.has_work))
+
+    def close(self) -> None:
+        """Finish what is being written to disk."""
+        if self.tiers is not None:
+            self.tiers.close(self.cache)
+
+    def pump(self) -> None:
+        """Go on with what happens beside the steps."""
+        if self.tiers is not None:
+            self.tiers.pump(self.cache)
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when something that happens beside the steps has ended, or in time."""
+        if self.tiers is not None:
+            self.tiers.wait(timeout_s)
+
+    def committed(self, commands: list[Command]) -> None:
+        """These have been carried out."""
+        if self.tiers is not None:
+            for command in commands:
+                if isinstance(command, Keep):
+                    self.tiers.kept(command)
+                elif isinstance(command, BringPages | BringSnapshot):
+                    self.tiers.copied(command.blocks)
+
     def place(self, seq: Sequence, num_tokens: int) -> bool:
         """Give a waiting sequence a slot and pages for num_tokens, with what it can reuse.
 
@@ -78,14 +125,17 @@ class SequenceMemory:
         if not self._free_slots:
             return False
         on_host = seq.is_on_host
-        hit = Hit([], None) if on_host else self._match(seq)
+        reuse = self._match(seq)
+        on_device = [page for page in reuse.pages if page is not None]
         try:
-            pages = hit.pages + self.cache.allocate(self.num_pages_for(num_tokens) - len(hit.pages))
+            new = self.cache.allocate(self.num_pages_for(num_tokens) - len(on_device))
         except CapacityError:
-            self.cache.release(hit.pages)
+            self._let_go(reuse)
             return False
         seq.slot = slot = self._free_slots.pop()
-        seq.pages = pages
+        unused = iter(new)
+        seq.pages = pages = [next(unused) if p is None else p for p in reuse.pages]
+        pages += unused
         self.commands.append(SetPages(slot, 0, list(pages)))
         self.commands.append(Admit(seq, slot, len(seq.token_ids)))
         if on_host:
@@ -93,20 +143,20 @@ class SequenceMemory:
             self.commands.append(SwapIn(seq, slot, front, seq.host_pages, seq.host_rings))
             self._free_host(seq)
         else:
-            self._start_at(seq, hit)
+            self._start_at(seq, reuse)
         return True
 
     def has_room(self, seq: Sequence, num_tokens: int, leaving: list[Sequence]) -> bool:
         """Whether `place` would succeed once the sequences in `leaving` have left the device."""
         if not self._free_slots and not leaving:
             return False
-        hit = Hit([], None) if seq.is_on_host else self._match(seq)
+        reuse = self._match(seq)
         held = Counter(page for other in leaving for page in other.pages)
         pool = self.cache.pool
         num_freed = sum(pool.ref_count(p) - self.cache.owns(p) == n for p, n in held.items())
-        needed = self.num_pages_for(num_tokens) - len(hit.pages)
+        needed = self.num_pages_for(num_tokens) - sum(page is not None for page in reuse.pages)
         enough = needed <= self.cache.num_available + num_freed
-        self.cache.release(hit.pages)
+        self._let_go(reuse)
         return enough
 
     def grow(self, seq: Sequence, num_tokens: int) -> None:
@@ -136,7 +186,10 @@ class SequenceMemory:
         return kept
 
     def free(self, seq: Sequence) -> None:
-        """Drop everything that a sequence holds, wherever it is."""
+        """Drop everything that a sequence holds, wherever it is; its cached pages may be saved."""
+        if self.tiers is not None:
+            self.tiers.end_load(seq.arrival)
+            self.tiers.save(seq.keys[: seq.num_registered])
         if seq.slot >= 0:
             self._free_device(seq)
         self._free_host(seq)
@@ -168,7 +221,31 @@ class SequenceMemory:
 
     def forget(self, seq: Sequence) -> None:
         """Let no other sequence use the pages of this one: their content is in doubt."""
-        self.cache.forget(seq.keys[: seq.num_registered])
+        keys = seq.keys[: seq.num_registered]
+        self.cache.forget(keys)
+        if self.tiers is not None:
+            self.tiers.forget(keys)
+
+    def clear_cache(self) -> None:
+        """Forget every page that no sequence holds, and find none of the others again."""
+        self.cache.clear()
+        if self.tiers is not None:
+            self.tiers.clear()
+
+    def fetch(self, seq: Sequence) -> bool:
+        """Begin to read from disk what a waiting sequence could start with; `is_fetched` tells when
+        that is over. False if there is nothing to read, or others must be done first.
+        """
+        if seq.was_fetched or self.tiers is None or self.tiers.disk is None:
+            seq.was_fetched = True
+            return False
+        begun = self.tiers.load(seq.arrival, self._usable_keys(seq), self.cache)
+        seq.was_fetched = begun is not None
+        return bool(begun)
+
+    def is_fetched(self, seq: Sequence) -> bool:
+        """Whether a waiting sequence has tried the disk and nothing more will come of it."""
+        return seq.was_fetched and (self.tiers is None or self.tiers.loaded(seq.arrival))
 
     def prompt_border(self, seq: Sequence) -> int:
         """The last page border that a request for the same prompt could start from."""
@@ -197,6 +274,8 @@ class SequenceMemory:
         """Raise AssertionError unless every page, block, slot and snapshot has its owners."""
         self.cache.check()
         self.host.check()
+        if self.tiers is not None:
+            self.tiers.check()
         held: dict[int, int] = {}
         slots, num_host = list(self._free_slots), 0
         for seq in sequences:
@@ -223,24 +302,64 @@ class SequenceMemory:
         used = self.cache.snapshots.num_used
         assert used == self.cache.num_attached + num_in_flight, "a snapshot is lost"
 
-    def _match(self, seq: Sequence) -> Hit:
-        if not self.cache.enabled:
-            return Hit([], None)
+    def _usable_keys(self, seq: Sequence) -> list[bytes]:
+        """Keys of the pages that a sequence that is not on the host could start with."""
+        if seq.is_on_host or not self.cache.enabled:
+            return []
         # At least one token is computed; logits of prompt rows cannot come from the cache.
         usable = 0 if seq.wants_prompt_logprobs else (len(seq.token_ids) - 1) // self.page_size
-        return self.cache.match(seq.page_keys(usable, self.page_size))
+        return seq.page_keys(usable, self.page_size)
 
-    def _start_at(self, seq: Sequence, hit: Hit) -> None:
-        seq.num_registered = len(hit.pages)
-        seq.num_computed = len(hit.pages) * self.page_size
-        if hit.snapshot is not None:
-            self.commands.append(Restore(seq, seq.slot, hit.snapshot))
+    def _match(self, seq: Sequence) -> Reuse:
+        keys = self._usable_keys(seq)
+        if self.tiers is not None:
+            return self.tiers.match(keys, self.cache)
+        hit = self.cache.match(keys)
+        return Reuse(list(hit.pages), hit.snapshot)
+
+    def _let_go(self, reuse: Reuse) -> None:
+        self.cache.release([page for page in reuse.pages if page is not None])
+        if self.tiers is not None:
+            self.tiers.host.release(reuse.blocks + reuse.ring_blocks)
+
+    def _start_at(self, seq: Sequence, reuse: Reuse) -> None:
+        num_pages = len(reuse.pages)
+        seq.num_registered = num_pages
+        seq.num_computed = num_pages * self.page_size
+        snapshot = reuse.snapshot
+        if self.tiers is not None:
+            snapshot = self._bring(seq, reuse)
+            self.tiers.touch(seq.keys[:num_pages])
+            self.tiers.end_load(seq.arrival)
+        if snapshot is not None:
+            self.commands.append(Restore(seq, seq.slot, snapshot))
         if seq.epoch == 0:
             seq.num_cached_tokens = seq.num_computed
             self._counters.cached_tokens += seq.num_computed
         if self.cache.enabled:
             self._counters.prefix_queries += len(seq.token_ids)
             self._counters.prefix_hits += seq.num_computed
+
+    def _bring(self, seq: Sequence, reuse: Reuse) -> int | None:
+        """Bring from the host what is not on the device; returns the snapshot to start at."""
+        assert self.tiers is not None
+        absent = [i for i, page in enumerate(reuse.pages) if page is None]
+        pages = [seq.pages[i] for i in absent]
+        for i, page in zip(absent, pages, strict=True):
+            self.cache.register(seq.keys[i], page)
+        if pages:
+            self.commands.append(BringPages(seq, pages, reuse.blocks))
+            self.tiers.hold_for_copy(reuse.blocks)
+            self._counters.num_host_hits += len(pages)
+        snapshot = reuse.snapshot
+        if reuse.ring_blocks:
+            snapshot = self.cache.take_snapshot_id()  # may keep another first
+            assert snapshot is not None
+            self.tiers.hold_for_copy(reuse.ring_blocks)
+            self.commands.append(BringSnapshot(seq, snapshot, reuse.ring_blocks))
+            attached = self.cache.attach_snapshot(seq.keys[len(reuse.pages) - 1], snapshot)
+            assert attached
+        return snapshot
 
     def _is_passing(self, seq: Sequence, end: int) -> bool:
         """Whether a border is neither on the interval nor the prompt's own."""

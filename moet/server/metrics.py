@@ -23,6 +23,8 @@ GAUGES = {
     "kv_cache_usage_perc": ("kv_cache_usage", "share of KV pages held by requests, 0 to 1"),
     "kv_cache_used_pages": ("num_used_pages", "KV pages held by requests"),
     "kv_cache_cached_pages": ("num_cached_pages", "KV pages held by the prefix cache alone"),
+    "kv_host_cache_used_blocks": ("num_host_cache_blocks", "host blocks of the prefix cache"),
+    "kv_disk_cache_bytes": ("disk_cache_bytes", "bytes that the prefix cache has on disk"),
 }
 COUNTERS = {
     "prompt_tokens": ("prompt_tokens", "prompt tokens of admitted requests"),
@@ -36,6 +38,13 @@ COUNTERS = {
     "admission_rejections": ("num_rejected", "requests refused because the queue was full"),
     "corrupted_requests": ("num_corrupted", "requests ended by logits that are not numbers"),
     "failed_steps": ("num_failed_steps", "steps that ended in a fault"),
+    "kv_host_cache_hits": ("num_host_hits", "cached pages that came back from host memory"),
+    "kv_host_cache_dropped": ("num_host_dropped", "cached pages that the host had no room for"),
+    "kv_disk_cache_hits": ("num_disk_hits", "cached pages and states that came back from disk"),
+    "kv_disk_cache_written": ("num_disk_written", "cached pages and states written to disk"),
+    "kv_disk_cache_evicted": ("num_disk_evicted", "files deleted to keep the disk's budget"),
+    "kv_disk_cache_rejected": ("num_disk_rejected", "damaged files that were not used"),
+    "kv_disk_cache_errors": ("num_disk_errors", "failed reads and writes of the disk"),
     "split_steps": ("num_split_steps", "steps made in parts, as their experts did not fit"),
     "engine_steps": ("num_steps", "steps"),
 }

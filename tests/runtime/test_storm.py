@@ -1,6 +1,7 @@
 """Everything at once, for long: the books balance after each step and all memory comes back."""
 
 import random
+from pathlib import Path
 
 import pytest
 
@@ -9,13 +10,13 @@ from moet.models.base import ForwardInput
 from moet.runtime.core import EngineCore
 from moet.runtime.page_pool import PagePool
 from moet.runtime.prefix_cache import PrefixCache, page_key, root_key
-from moet.types import FinishReason, TokenEvent
+from moet.types import FinishReason, Request, TokenEvent
 from tests.fakes import FakeModel, drain, expected_greedy, make_core, request, tokens_of
 
 BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
 
 
-def _storm_core(seed: int, overlap: bool) -> EngineCore:
+def _storm_core(seed: int, overlap: bool, disk: Path | None, num_blocks: int) -> EngineCore:
     rng = random.Random(seed)
     steps = random.Random(seed + 1)
 
@@ -28,7 +29,11 @@ def _storm_core(seed: int, overlap: bool) -> EngineCore:
         num_pages=rng.choice([16, 24, 40]),
         num_host_blocks=rng.choice([0, 10, 60]),
         num_snapshots=rng.choice([0, 2, 20]),
-        prefix_cache=rng.choice(["on", "on", "exact", "off"]),
+        prefix_cache=rng.choice(
+            ["on", "on", "exact", "off"] if num_blocks == 0 else ["on", "exact"]
+        ),
+        host_cache_blocks=num_blocks,
+        disk=None if disk is None else (disk, 6_000),
         max_num_seqs=rng.choice([2, 4, 7]),
         max_num_batched_tokens=rng.choice([8, 20]),
         max_model_len=60,
@@ -39,12 +44,22 @@ def _storm_core(seed: int, overlap: bool) -> EngineCore:
 
 
 @BOTH
-@pytest.mark.parametrize("seed", range(4))
-def test_storm_drains_to_zero(seed: int, overlap: bool) -> None:
+@pytest.mark.parametrize(
+    ("seed", "num_blocks", "on_disk"),
+    [
+        *((seed, 0, False) for seed in range(4)),
+        *((seed, 16, disk) for seed in (7, 10) for disk in (False, True)),
+    ],
+)
+def test_storm_drains_to_zero(
+    seed: int, num_blocks: int, on_disk: bool, overlap: bool, tmp_path: Path
+) -> None:
     rng = random.Random(seed)
-    core = _storm_core(seed, overlap)
+    core = _storm_core(seed, overlap, tmp_path if on_disk else None, num_blocks)
     prompts = [rng.choices(range(60), k=rng.randint(1, 40)) for _ in range(6)]
     ended: dict[str, FinishReason] = {}
+    said: dict[str, list[int]] = {}
+    greedy: dict[str, Request] = {}
     open_ids: list[str] = []
     refused = 0
     for n in range(400):
@@ -58,28 +73,44 @@ def test_storm_drains_to_zero(seed: int, overlap: bool) -> None:
             try:
                 core.submit(request(str(n), prompt, **params))
                 open_ids.append(str(n))
+                if "temperature" not in params:
+                    greedy[str(n)] = request(str(n), prompt, **params)
             except OverloadedError:
                 refused += 1
         if open_ids and rng.random() < 0.1:
             core.abort(rng.choice(open_ids))
-        _note(core.step(), ended)
+        _note(core.step(), ended, said)
         core.check()
         open_ids = [one for one in open_ids if one not in ended]
     for events in drain(core).values():
-        _note(events, ended)
+        _note(events, ended, said)
+    model = FakeModel()
+    finished = [name for name in greedy if ended[name] is FinishReason.LENGTH]
+    for name in finished[-20:]:
+        prompt, params = greedy[name].prompt_token_ids, greedy[name].params
+        assert said[name] == expected_greedy(prompt, params.max_tokens or 0, model)
     stats = core.stats()
     assert sum(stats.finished.values()) == len(ended) > 50
     assert (stats.num_running, stats.num_waiting, stats.num_used_pages) == (0, 0, 0)
     assert stats.num_used_host_blocks == 0
+    assert (stats.num_host_hits > 0) == (num_blocks > 0)
+    assert (stats.num_disk_hits > 0, stats.num_disk_evicted > 0) == (on_disk, on_disk)
+    assert stats.num_disk_errors == stats.num_disk_rejected == 0
     core.clear_prefix_cache()
     assert core.stats().num_cached_pages == core.stats().num_used_snapshots == 0
     core.check()
     core.shutdown()
+    core.check()
+    assert core.stats().num_host_cache_blocks == core.stats().disk_cache_bytes == 0
+    assert not list(tmp_path.rglob("*.*"))
 
 
-def _note(events: list[TokenEvent], ended: dict[str, FinishReason]) -> None:
+def _note(
+    events: list[TokenEvent], ended: dict[str, FinishReason], said: dict[str, list[int]]
+) -> None:
     for event in events:
         assert event.request_id not in ended, "an event after the last one"
+        said.setdefault(event.request_id, []).extend(event.token_ids)
         if event.finish_reason is not None:
             ended[event.request_id] = event.finish_reason
 
