@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import cached_property
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import orjson
@@ -43,7 +43,7 @@ from moet.server.openai import (
 from moet.server.operations import Operations
 from moet.server.page import Page
 from moet.server.raw_log import RawLog
-from moet.server.reasoning import ReasoningDefaults
+from moet.server.reasoning import ReasoningDefaults, reasoning_defaults
 from moet.server.request_ids import RequestIds
 from moet.server.responses import InputTokensRequest, ResponsesRequest, responses_answer
 from moet.server.schema import openapi
@@ -77,6 +77,11 @@ class NamesModel(Protocol):
     model: str | None
 
 
+TurnBody = TypeVar("TurnBody", ChatRequest, MessagesRequest, ResponsesRequest)
+Make = Callable[[Engine, ChatFormat, TurnBody, str, ReasoningDefaults], Exchange]
+"""Prepares the answer to a body, given the model's name as the client knows it."""
+
+
 class Api:
     """The handlers; holds what they share."""
 
@@ -91,11 +96,7 @@ class Api:
             raw_log=None if config.raw_log_folder is None else RawLog(config.raw_log_folder),
             tracer=make_tracer(config.otlp_endpoint),
         )
-        self.reasoning = ReasoningDefaults(
-            effort=config.reasoning_effort,
-            template_kwargs=config.default_chat_template_kwargs,
-            max_tokens=config.max_thinking_tokens,
-        )
+        self.reasoning = reasoning_defaults(config)
 
     # Generation
 
@@ -106,16 +107,20 @@ class Api:
         return await self._answer(request, answer, stream=bool(body.stream))
 
     async def chat(self, request: Request) -> Response:
-        body = await self.bodies.read(request, ChatRequest, REFUSED_CHAT)
-        model = self.model_of(body)
-        make, defaults = chat_answer, self.reasoning
-        answer = await asyncio.to_thread(make, self.engine, self.form, body, model, defaults)
-        return await self._answer(request, answer, stream=bool(body.stream))
+        return await self._turn(request, ChatRequest, REFUSED_CHAT, chat_answer)
 
     async def messages(self, request: Request) -> Response:
-        body = await self.bodies.read(request, MessagesRequest, anthropic.REFUSED)
-        model = self.model_of(body)
-        make, defaults = messages_answer, self.reasoning
+        return await self._turn(request, MessagesRequest, anthropic.REFUSED, messages_answer)
+
+    async def responses(self, request: Request) -> Response:
+        return await self._turn(request, ResponsesRequest, responses.REFUSED, responses_answer)
+
+    async def _turn(
+        self, request: Request, kind: type[TurnBody], refused: dict[str, str], make: Make[TurnBody]
+    ) -> Response:
+        """Answer a turn of a conversation, whichever API it comes by."""
+        body = await self.bodies.read(request, kind, refused)
+        model, defaults = self.model_of(body), self.reasoning
         answer = await asyncio.to_thread(make, self.engine, self.form, body, model, defaults)
         return await self._answer(request, answer, stream=bool(body.stream))
 
@@ -124,13 +129,6 @@ class Api:
         self.model_of(body)
         count = anthropic.count_tokens
         return json_response(await asyncio.to_thread(count, self.form, body, self.reasoning))
-
-    async def responses(self, request: Request) -> Response:
-        body = await self.bodies.read(request, ResponsesRequest, responses.REFUSED)
-        model = self.model_of(body)
-        make, defaults = responses_answer, self.reasoning
-        answer = await asyncio.to_thread(make, self.engine, self.form, body, model, defaults)
-        return await self._answer(request, answer, stream=bool(body.stream))
 
     async def input_tokens(self, request: Request) -> Response:
         body = await self.bodies.read(request, InputTokensRequest, responses.REFUSED)
@@ -192,7 +190,16 @@ class Api:
     # State
 
     async def models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": [self._card(name) for name in self.names]})
+        """The list as OpenAI's clients and as Anthropic's read it."""
+        return json_response(
+            {
+                "object": "list",
+                "data": [self._card(name) for name in self.names],
+                "has_more": False,
+                "first_id": self.names[0],
+                "last_id": self.names[-1],
+            }
+        )
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -204,7 +211,10 @@ class Api:
         return {
             "id": name,
             "object": "model",
+            "type": "model",
+            "display_name": name,
             "created": 0,
+            "created_at": "1970-01-01T00:00:00Z",
             "owned_by": "moet",
             "root": self.engine.model,
             "max_model_len": self.engine.info.max_model_len,

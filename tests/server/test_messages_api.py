@@ -109,6 +109,13 @@ def test_the_beta_address_is_the_same() -> None:
         assert message.content[0].to_dict()["text"] == "There are 41."
 
 
+def test_the_sdk_lists_the_models() -> None:
+    with DEEPSEEK.serving() as (url, _):
+        client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+        assert [model.id for model in client.models.list()] == [MODEL]
+        assert client.models.retrieve(MODEL).display_name == MODEL
+
+
 def test_the_events_of_a_stream_in_their_order() -> None:
     with serving(saying(CALL)) as api:
         found = events(api, {**HI, "tools": [LS], "thinking": THINK})
