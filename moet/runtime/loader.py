@@ -5,15 +5,18 @@ Knows where packs are kept; knows nothing of requests.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 
 from moet.config import EngineConfig, ModelSettings, cache_dir
@@ -31,6 +34,7 @@ from moet.models.progress import Progress as ByteProgress
 from moet.models.synthetic import write_checkpoint
 from moet.runtime.core import EngineCore
 from moet.runtime.experts.store import ResidentExpertStore
+from moet.runtime.experts.usage import CountedExperts
 from moet.runtime.grammar_compiler import GrammarCompiler
 from moet.runtime.host import Progress
 from moet.runtime.memory import require_fit
@@ -51,7 +55,7 @@ def load_core(config: EngineConfig, progress: Progress) -> EngineCore:
     _require_memory(config, pack.config)
     progress("weights", 0.0)
     model = load_model(pack.config, pack, config.settings, config.cache.kv_dtype)
-    experts = _experts(pack, config.settings, progress)
+    experts, counted = _experts(pack, config.settings, progress)
     progress("ready", 1.0)
     return EngineCore(
         model,
@@ -64,22 +68,38 @@ def load_core(config: EngineConfig, progress: Progress) -> EngineCore:
         grammars=GrammarCompiler(
             partial(Tokenizer.from_folder, model_folder(config.model)), model.vocab_size
         ),
+        expert_stats=counted.stats,
+        kv_identity=_kv_identity(pack, config),
     )
 
 
-def _experts(pack: Pack, settings: ModelSettings, progress: Progress) -> ExpertProvider:
+def _kv_identity(pack: Pack, config: EngineConfig) -> str:
+    """Everything that a token's KV state depends on besides the tokens before it."""
+    parts = {
+        "pack": msgspec.to_builtins(pack.manifest),
+        "config": pack.config,
+        "settings": asdict(config.settings),
+        "kv_dtype": config.cache.kv_dtype,
+    }
+    return json.dumps(parts, sort_keys=True)
+
+
+def _experts(
+    pack: Pack, settings: ModelSettings, progress: Progress
+) -> tuple[ExpertProvider, CountedExperts]:
     """All experts in memory; on the reference ops unpacked, if that leaves memory to others."""
     store = ResidentExpertStore(
         pack,
         settings.precision,
         lambda report: progress("experts", report.done_bytes / report.total_bytes),
     )
+    counted = CountedExperts(store)
     experts = pack.experts
     num_weights = 3 * experts.num_rows * experts.hidden_size * experts.moe_intermediate_size
     spare_bytes = psutil.virtual_memory().available // 4
     if settings.arch == "reference" and num_weights * 4 <= spare_bytes:
-        return UnpackedExperts(store)
-    return store
+        return UnpackedExperts(counted), counted
+    return counted, counted
 
 
 def _require_memory(config: EngineConfig, raw_config: Mapping[str, Any]) -> None:
