@@ -2,7 +2,8 @@
 the same bits alone and in company, cut, moved, resumed and recomputed."""
 
 from functools import cache
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 from torch import Tensor
@@ -57,6 +58,7 @@ def _core(case: Case, num_pages: int = 80, **options: object) -> EngineCore:
     host_blocks = options.pop("num_host_blocks", 1_000)
     mode = options.pop("prefix_cache", "off")
     experts = options.pop("experts", rig.experts)
+    tiers: dict[str, Any] = options.pop("tiers", {})  # type: ignore[assignment]
     return EngineCore(
         rig.model,
         experts,  # type: ignore[arg-type]
@@ -64,11 +66,13 @@ def _core(case: Case, num_pages: int = 80, **options: object) -> EngineCore:
             budget_bytes=num_pages * page_bytes,
             host_budget_bytes=host_blocks * page_bytes,  # type: ignore[operator]
             prefix_cache=mode,  # type: ignore[arg-type]
+            **tiers,
         ),
         scheduler=SchedulerConfig(**{"overlap": False, **options}),  # type: ignore[arg-type]
         precision="fp4",
         vocab_size=rig.model.vocab_size,
         seed=0,
+        kv_identity=case,
     )
 
 
@@ -138,6 +142,29 @@ def test_preemption(case: Case, num_host_blocks: int) -> None:
     assert stats.num_preemptions > 0
     assert stats.num_recomputed == (0 if num_host_blocks else stats.num_preemptions)
     assert stats.num_used_pages == stats.num_used_host_blocks == 0
+    core.shutdown()
+
+
+@CASES
+def test_pages_on_the_host_and_on_disk(case: Case, tmp_path: Path) -> None:
+    tiers = {
+        "host_cache_bytes": 64 << 20,
+        "disk_cache_folder": str(tmp_path),
+        "disk_cache_bytes": 256 << 20,
+    }
+    num_pages = 6 if case == "glm deployed" else 2  # "long" or "crosses", not both
+    core = _core(case, num_pages, prefix_cache="on", tiers=tiers, overlap=True)
+    for name in ("long", "crosses", "long"):
+        assert _run(core, [r for r in REQUESTS if r.request_id == name])[name] == _alone(case)[name]
+    assert core.stats().num_host_hits > 0
+    assert core.stats().cached_tokens == 256
+    core.shutdown()
+    core = _core(case, prefix_cache="on", tiers=tiers)
+    assert _run(core, REQUESTS[:2]) == {name: _alone(case)[name] for name in ("long", "branch")}
+    stats = core.stats()
+    assert stats.cached_tokens == 512
+    assert stats.num_disk_hits > 0
+    assert stats.num_disk_rejected == stats.num_disk_errors == 0
     core.shutdown()
 
 
