@@ -13,6 +13,7 @@ from moet.errors import ConfigError
 KVDtype = Literal["fp32", "bf16", "fp8", "nvfp4"]
 Precision = Literal["w2", "fp4"]
 Rounding = Literal["none", "deployed"]
+MAX_SPEC_TOKENS = 8  # the draft blocks were trained for 1 to 5
 
 
 def _require(holds: bool, message: str) -> None:
@@ -77,8 +78,14 @@ class SchedulerConfig:
     step_timeout_s: float = 300.0  # after which a step is told of as late
     snapshot_interval: int = 4096  # tokens between resume snapshots of a long prompt
     overlap: bool = True  # launch step n+1 before the results of step n are read
+    num_spec_tokens: int = 0  # drafted per sequence and step
+    adaptive_spec: bool = True  # fewer while they do not pay
 
     def __post_init__(self) -> None:
+        _require(
+            0 <= self.num_spec_tokens <= MAX_SPEC_TOKENS,
+            f"--spec-tokens is {self.num_spec_tokens}; it must be from 0 to {MAX_SPEC_TOKENS}",
+        )
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_queued_requests"):
             value = getattr(self, name)
             flag = "--" + name.replace("_", "-")
@@ -95,10 +102,12 @@ class SchedulerConfig:
             0 < self.prefill_share <= 1,
             f"--prefill-share is {self.prefill_share}; it must be above 0 and at most 1",
         )
+        rows_per_seq = 1 + self.num_spec_tokens
         _require(
-            self.max_num_batched_tokens >= self.max_num_seqs,
+            self.max_num_batched_tokens >= self.max_num_seqs * rows_per_seq,
             f"--max-num-batched-tokens {self.max_num_batched_tokens} is below --max-num-seqs "
-            f"{self.max_num_seqs}; every running sequence needs a row per step",
+            f"{self.max_num_seqs} times {rows_per_seq}; every running sequence needs a row per "
+            "step, and one more per draft (--spec-tokens)",
         )
 
 

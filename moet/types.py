@@ -37,7 +37,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     Every field acts on token level except `stop`, which the text side applies. `top_k` 0 means
     off. `seed` None lets the engine draw one. `logprobs` is the number of alternatives to report
     per generated token (0: only the chosen one; None: nothing); `prompt_logprobs` likewise for the
-    prompt. `max_tokens` None means the rest of the window.
+    prompt. `max_tokens` None means the rest of the window. `spec_tokens` is the number of drafts
+    per step at most, 0 for none; None means what the server does.
     """
 
     temperature: float = 1.0
@@ -58,6 +59,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    spec_tokens: int | None = None
     thinking: ThinkingBudget | None = None
 
 
@@ -109,7 +111,8 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     The event with a `finish_reason` is the last one; `stop_token_id` is the id that ended the
     sequence, and it is the last of `token_ids`. `prompt_logprobs` (entry 0 is None) and
     `num_cached_tokens` come with the first event. `error` explains FinishReason.ERROR, which is no
-    fault but a full house if `overloaded`.
+    fault but a full house if `overloaded`. num_draft_tokens were tried so far for the request, and
+    num_accepted_tokens of them held.
     """
 
     request_id: str
@@ -121,3 +124,5 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     num_cached_tokens: int = 0
     error: str | None = None
     overloaded: bool = False
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0

@@ -119,3 +119,17 @@ class Model(Protocol):
         on the reference ops: not on other rows, on chunk borders, or on page and slot numbers.
         """
         ...
+
+
+class DraftingModel(Model, Protocol):
+    """A model that was built for drafts."""
+
+    def draft(
+        self, inputs: ForwardInput, hidden_states: Tensor, kv: KVTensors, experts: ExpertProvider
+    ) -> ModelOutput:
+        """Run the draft block on rows whose hidden states are known, and write its state into kv.
+
+        inputs.token_ids are those at positions + 1. hidden_states: [num_tokens, ...] at positions,
+        of `forward` or of a previous draft. Logits are those of the token at positions + 2.
+        """
+        ...

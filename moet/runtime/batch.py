@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moet.models.base import ForwardInput
+from moet.runtime.sampler import Proposal
 from moet.runtime.sequence import Sequence
 from moet.types import TokenLogprobs
 
@@ -115,8 +116,12 @@ class Row:
     token_ids None: one row, whose token is the slot's newest on the device. `sample`: the last row
     makes a token. Rows from first_logprob (-1: none) to the end of the prompt report prompt
     log-probabilities of the tokens in `targets`. `snapshot`: save the rings under this id after
-    the step. `epoch`: of the sequence when the batch was made. `mask`: what a sequence with a
-    grammar may sample, as in runtime/grammar.py.
+    the step. `epoch`: of the sequence when the batch was made.
+
+    The last num_drafts of token_ids are drafts, made of `proposals`; then every row makes a token
+    as long as the drafts before it hold. `masks`: what a sequence with a grammar may sample, one
+    per row that makes a token, as in runtime/grammar.py. `next_token`: the one behind the last row,
+    if it is known. `num_to_draft`: tokens to be proposed for the sequence's next step.
     """
 
     seq: Sequence
@@ -129,28 +134,48 @@ class Row:
     first_logprob: int = -1
     targets: list[int] = field(default_factory=list)
     snapshot: int | None = None
-    mask: Tensor | None = None
+    proposals: tuple[Proposal, ...] = ()
+    masks: Tensor | None = None
+    next_token: int | None = None
+    num_to_draft: int = 0
 
     @property
     def end(self) -> int:
         return self.start + self.num_tokens
+
+    @property
+    def num_drafts(self) -> int:
+        return len(self.proposals)
+
+    @property
+    def num_samples(self) -> int:
+        """How many of its last rows may make a token."""
+        return 1 + self.num_drafts if self.sample else 0
+
+    def settled(self, num_tokens: int) -> Row:
+        """The rows of a drafted row that hold, once that is known."""
+        assert self.token_ids is not None
+        return replace(
+            self, num_tokens=num_tokens, token_ids=self.token_ids[:num_tokens], proposals=()
+        )
 
     def halves(self) -> tuple[Row, Row]:
         """The same rows (at least two) in two parts; what follows the last one stays with it."""
         assert self.token_ids is not None
         middle = self.start + self.num_tokens // 2
         num_tokens = middle - self.start
+        drafted = self.num_drafts > 0  # then every row of both parts makes a token
         num_targets = max(0, middle - self.first_logprob) if self.first_logprob >= 0 else 0
         front, back = self.targets[:num_targets], self.targets[num_targets:]
         first = replace(
             self,
             num_tokens=num_tokens,
             token_ids=self.token_ids[:num_tokens],
-            sample=False,
+            sample=drafted,
             first_logprob=self.first_logprob if front else -1,
             targets=front,
             snapshot=None,
-            mask=None,
+            proposals=self.proposals[: num_tokens - 1] if drafted else (),
         )
         second = replace(
             self,
@@ -159,6 +184,7 @@ class Row:
             token_ids=self.token_ids[num_tokens:],
             first_logprob=max(self.first_logprob, middle) if back else -1,
             targets=back,
+            proposals=self.proposals[num_tokens:],
         )
         return first, second
 
@@ -178,17 +204,23 @@ class Batch:
     def num_tokens(self) -> int:
         return sum(row.num_tokens for row in self.rows)
 
+    @property
+    def num_prefill_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.rows[self.num_decoding :])
+
 
 @dataclass(slots=True)
 class StepResult:
     """What a step made, by row of the batch.
 
-    tokens: row index -> token id of the rows that sample. errors: row index -> why the row's
-    sequence cannot go on (its entry in tokens, if any, means nothing).
+    tokens: row index -> new token ids of the rows that sample, with drafts one more than held.
+    proposals: row index -> drafts behind these. errors: row index -> why the row's sequence cannot
+    go on (its entry in tokens, if any, means nothing).
     """
 
-    tokens: dict[int, int] = field(default_factory=dict)
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    proposals: dict[int, tuple[Proposal, ...]] = field(default_factory=dict)
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
     num_corrupted: int = 0  # rows among the errors whose logits were not numbers
@@ -223,8 +255,7 @@ def forward_input(
             first = offset + row.first_logprob - row.start
             wanted += range(first, first + len(row.targets))
         offsets.append(offset + row.num_tokens)
-        if row.sample:
-            wanted.append(offsets[-1] - 1)
+        wanted += range(offsets[-1] - row.num_samples, offsets[-1])
     device = last_token.device
     seq_slots = int64_tensor([row.slot for row in rows], device)
     if len(from_device) == len(token_ids):

@@ -15,10 +15,11 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from time import perf_counter
+from typing import cast
 
 from moet.config import CacheConfig, SchedulerConfig
 from moet.errors import ConfigError, ContextLengthError, OverloadedError, RequestError
-from moet.models.base import ExpertProvider, KVCacheSpec, Model
+from moet.models.base import DraftingModel, ExpertProvider, KVCacheSpec, Model
 from moet.runtime.batch import Batch, StepResult
 from moet.runtime.grammar_check import check_grammar
 from moet.runtime.grammar_compiler import CompileJob, GrammarCompiler
@@ -33,7 +34,7 @@ from moet.runtime.scheduler import Scheduler
 from moet.runtime.sequence import Sequence
 from moet.runtime.sequence_memory import SequenceMemory
 from moet.runtime.tier_plan import host_cache_blocks, open_tiers
-from moet.types import FinishReason, GrammarSpec, Request, TokenEvent
+from moet.types import FinishReason, GrammarSpec, Request, SamplingParams, TokenEvent
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,8 @@ COMPILE_POLL_S = 0.01  # how long an idle step waits for a grammar before new co
 
 class EngineCore:
     """A model at work. `precision` names the policy that the experts are computed with.
+
+    With scheduler.num_spec_tokens, the model must have been built for as many drafts.
 
     Without `grammars`, requests that bring one are refused. kv_identity: everything that KV state
     depends on besides tokens, for a cache that outlives the core.
@@ -65,6 +68,11 @@ class EngineCore:
     ) -> None:
         spec = model.kv_cache_spec()
         num_seqs = scheduler.max_num_seqs
+        if scheduler.num_spec_tokens >= spec.page_size:
+            raise ConfigError(
+                f"--spec-tokens is {scheduler.num_spec_tokens}; it must be below the page size, "
+                f"{spec.page_size} tokens"
+            )
         num_pages = cache.budget_bytes // max(spec.bytes_per_page, 1)
         window = _window(model, spec, cache, scheduler, num_pages)
         snapshot_bytes = resume_bytes(spec)
@@ -110,6 +118,7 @@ class EngineCore:
             sampler,
             num_seq_slots=num_seqs,
             max_pages_per_seq=memory.num_pages_for(window),
+            draft_model=cast(DraftingModel, model) if scheduler.num_spec_tokens else None,
         )
         self._scheduler = Scheduler(scheduler, memory, self._counters)
         self._grammars = grammars
@@ -136,6 +145,7 @@ class EngineCore:
             prefix_cache=cache.prefix_cache,
             overlap=scheduler.overlap,
             step_timeout_s=scheduler.step_timeout_s,
+            num_spec_tokens=scheduler.num_spec_tokens,
         )
         logger.info("engine core %s", self._info)
         if keeps_snapshots and kv.num_snapshots == 0:
@@ -172,7 +182,11 @@ class EngineCore:
             root=root_key(request.cache_salt, self._info.precision),
             stop_ids=frozenset(params.stop_token_ids).union(eos),
             token_ids=list(request.prompt_token_ids),
+            num_spec_tokens=self._spec_tokens(params),
         )
+        # Above temperature 0 tokens depend on the number of drafts: a seed asks for a steady one.
+        steady = params.temperature > 0 and params.seed is not None
+        seq.adapts = self._scheduler.config.adaptive_spec and not steady
         seq.times.submitted = perf_counter()
         self._num_submitted += 1
         if request.grammar is None:
@@ -227,9 +241,10 @@ class EngineCore:
             return f"step {number} has no batch"
         ids = ", ".join(row.seq.request.request_id for row in batch.rows[:MAX_NAMED])
         more = f" and {len(batch.rows) - MAX_NAMED} more" if len(batch.rows) > MAX_NAMED else ""
-        num_prefill = batch.num_tokens - batch.num_decoding
+        num_prefill = batch.num_prefill_tokens
+        num_decode = batch.num_tokens - num_prefill
         return (
-            f"step {number}, {batch.num_decoding} decode and {num_prefill} prefill rows, "
+            f"step {number}, {num_decode} decode and {num_prefill} prefill rows, "
             f"{len(batch.commands)} memory commands, requests {ids}{more}"
         )
 
@@ -273,6 +288,10 @@ class EngineCore:
             num_disk_rejected=disk.num_rejected,
             num_disk_foreign=disk.num_foreign,
             num_disk_errors=disk.num_errors,
+            num_drafts=counters.num_drafts,
+            num_draft_tokens=counters.num_draft_tokens,
+            num_accepted_tokens=sum(counters.accepted_by_position),
+            num_accepted_by_position=list(counters.accepted_by_position),
             finished=dict(counters.finished),
             step_time_s=counters.step_time_s.stats(),
             step_tokens=counters.step_tokens.stats(),
@@ -393,6 +412,10 @@ class EngineCore:
             message = f"the grammar names a token that is not among {self._info.vocab_size}"
             raise RequestError(message, param=spec.param)
         check_grammar(spec)
+
+    def _spec_tokens(self, params: SamplingParams) -> int:
+        limit = self._info.num_spec_tokens
+        return limit if params.spec_tokens is None else min(params.spec_tokens, limit)
 
     def _pages(self, num_tokens: int) -> str:
         needed = self._scheduler.memory.num_pages_for(num_tokens)

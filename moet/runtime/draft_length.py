@@ -3,7 +3,6 @@ far, of the load and of a table of step costs; the tokens at temperature 0 never
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 DECAY = 0.9  # of what is known, per verified step: about the last ten count
@@ -83,18 +82,3 @@ def draft_length(
         if gain > most:
             best, most = k, gain
     return best
-
-
-def fair_length(wanted: Sequence[int], num_rows: int) -> list[int]:
-    """Cut numbers of drafts so that all rows, one more than drafts each, fit into num_rows.
-
-    The longest are cut first. num_rows must allow one row each.
-    """
-    assert num_rows >= len(wanted), f"{len(wanted)} sequences do not fit into {num_rows} rows"
-    cut = list(wanted)
-    room = num_rows - len(cut)
-    for limit in range(max(cut, default=0), -1, -1):
-        cut = [min(length, limit) for length in cut]
-        if sum(cut) <= room:
-            break
-    return cut

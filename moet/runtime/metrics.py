@@ -66,6 +66,7 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache: str
     overlap: bool
     step_timeout_s: float = 300.0  # after which a step is told of as late
+    num_spec_tokens: int = 0  # drafted per sequence and step at most
 
 
 class LayerExperts(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,6 +118,10 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     num_disk_rejected: int = 0  # damaged
     num_disk_foreign: int = 0  # of other models or settings
     num_disk_errors: int = 0
+    num_drafts: int = 0  # rows of a sequence and step that had drafts behind them
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_by_position: list[int] = []  # of the first drafts, of the second ones, ...
     finished: dict[str, int]  # by FinishReason
     step_time_s: HistogramStats  # of the device part
     step_tokens: HistogramStats
@@ -149,6 +154,9 @@ class Counters:
     num_host_hits: int = 0
     num_host_dropped: int = 0
     num_disk_hits: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    accepted_by_position: list[int] = field(default_factory=list)
     finished: dict[str, int] = field(
         default_factory=lambda: {reason.value: 0 for reason in FinishReason}
     )
@@ -161,3 +169,12 @@ class Counters:
     queue_time_s: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS_S))
     prefill_time_s: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS_S))
     decode_time_s: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS_S))
+
+    def observe_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        """One sequence's drafts were verified, and the first num_accepted held."""
+        self.num_drafts += 1
+        self.num_draft_tokens += num_drafts
+        missing = num_drafts - len(self.accepted_by_position)
+        self.accepted_by_position += [0] * max(0, missing)
+        for position in range(num_accepted):
+            self.accepted_by_position[position] += 1

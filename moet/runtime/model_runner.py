@@ -9,8 +9,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from moet.errors import CapacityError
-from moet.models.base import ExpertProvider, Model
+from moet.models.base import DraftingModel, ExpertProvider, ForwardInput, Model, ModelOutput
 from moet.runtime.batch import (
     Admit,
     Batch,
@@ -25,17 +24,21 @@ from moet.runtime.batch import (
     StepResult,
     SwapIn,
     SwapOut,
-    forward_input,
     int64_tensor,
 )
+from moet.runtime.drafter import Drafter, Settled
 from moet.runtime.kv_cache import KVCache
+from moet.runtime.passes import Passes
 from moet.runtime.sampler import SamplerState, prompt_logprobs
 
 logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """One model with its state. `run` is called for one batch at a time, in order."""
+    """One model with its state. `run` is called for one batch at a time, in order.
+
+    draft_model: the same model, if it was built for drafts.
+    """
 
     def __init__(
         self,
@@ -46,6 +49,7 @@ class ModelRunner:
         *,
         num_seq_slots: int,
         max_pages_per_seq: int,
+        draft_model: DraftingModel | None = None,
     ) -> None:
         self.model = model
         self.experts = experts
@@ -53,6 +57,15 @@ class ModelRunner:
         self.sampler = sampler
         self._admitted: set[int] = set()
         self.page_table = torch.full((num_seq_slots, max_pages_per_seq), -1, dtype=torch.int64)
+        self._passes = Passes(
+            kv,
+            last_token=sampler.last_token,
+            page_table=self.page_table,
+            vocab_size=model.vocab_size,
+        )
+        self._drafter = (
+            None if draft_model is None else Drafter(draft_model, experts, self._passes, sampler)
+        )
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> StepResult:
@@ -131,70 +144,58 @@ class ModelRunner:
 
     def _forward(self, rows: list[Row], indices: list[int], result: StepResult) -> None:
         active = rows if len(indices) == len(rows) else [rows[i] for i in indices]
-        unserved: dict[int, str] = {}
-        logits = self._logits(active, unserved, result)
+        output = self._passes.run(active, self._target)
+        result.num_splits = self._passes.num_splits
+        unserved = self._passes.unserved
         at = 0  # of this row's logits
-        sampled: list[int] = []  # places in `active`
-        places: list[int] = []  # their rows of logits
+        places: dict[int, int] = {}  # place in `active` -> first row of logits to sample from
         for i, row in enumerate(active):
             if row.slot in unserved:
                 result.errors[indices[i]] = unserved[row.slot]
-            if row.snapshot is not None:
-                self.kv.save_snapshot(row.slot, row.snapshot)
             if row.first_logprob >= 0:
                 end = at + len(row.targets)
-                self._prompt_logprobs(row, indices[i], logits[at:end], result)
+                self._prompt_logprobs(row, indices[i], output.logits[at:end], result)
                 at = end
             if row.sample:
-                sampled.append(i)
-                places.append(at)
-                at += 1
-        if sampled:
-            if len(places) < len(logits):
-                logits = logits[places]
-            self._sample(active, indices, sampled, logits, result)
-
-    def _logits(self, rows: list[Row], unserved: dict[int, str], result: StepResult) -> Tensor:
-        """Logits of the rows that want them, in order: [n, vocab_size].
-
-        If the experts of the rows are not resident together, the pass is made in halves, down to
-        one row; for slots put into `unserved`, with the reason, even that failed. A pass that
-        failed has spoilt the rings of longer rows, which are put back; one row may run again.
-        """
-        chunks = [row.slot for row in rows if row.num_tokens > 1]
-        rings = self.kv.copy_rings(chunks)
-        inputs = forward_input(
-            rows,
-            last_token=self.sampler.last_token,
-            page_table=self.page_table,
-            page_size=self.kv.spec.page_size,
-        )
-        try:
-            return self.model.forward(inputs, self.kv.tensors, self.experts).logits
-        except CapacityError as error:
-            message = f"the experts of a single token do not fit: {error}"
-        self.kv.put_rings(chunks, rings)
-        if len(rows) == 1 and rows[0].num_tokens == 1:
-            unserved[rows[0].slot] = message
-            return self._no_logits(rows)
-        result.num_splits += 1
-        if len(rows) > 1:
-            middle = len(rows) // 2
-            first, second = rows[:middle], rows[middle:]
+                places[i] = at
+                at += row.num_samples
+        self._sample(active, indices, places, output.logits, result)
+        if self._drafter is None:
+            self._save_snapshots(active)
         else:
-            first, second = ([half] for half in rows[0].halves())
-        before = self._logits(first, unserved, result)
-        if len(rows) == 1 and rows[0].slot in unserved:
-            after = self._no_logits(second)
-        else:
-            after = self._logits(second, unserved, result)
-        return torch.cat([before, after])
+            self._draft(self._drafter, active, indices, output.hidden_states, result)
 
-    def _no_logits(self, rows: list[Row]) -> Tensor:
-        num_wanted = sum(len(row.targets) + row.sample for row in rows)
-        return torch.zeros(
-            (num_wanted, self.model.vocab_size), device=self.sampler.last_token.device
-        )
+    def _target(self, inputs: ForwardInput, _: slice) -> ModelOutput:
+        return self.model.forward(inputs, self.kv.tensors, self.experts)
+
+    def _save_snapshots(self, rows: list[Row]) -> None:
+        for row in rows:
+            if row.snapshot is not None:
+                self.kv.save_snapshot(row.slot, row.snapshot)
+
+    def _draft(
+        self,
+        drafter: Drafter,
+        rows: list[Row],
+        indices: list[int],
+        hidden_states: Tensor,
+        result: StepResult,
+    ) -> None:
+        """Bring the draft block up to date, save what is to be resumed from, and propose."""
+        settled: list[Settled] = []
+        owners: list[int] = []
+        first = 0
+        for row, index in zip(rows, indices, strict=True):
+            one = None if index in result.errors else _settled(row, first, result.tokens.get(index))
+            first += row.num_tokens
+            if one is not None:
+                settled.append(one)
+                owners.append(index)
+        extended = drafter.extend(settled, hidden_states)
+        self._save_snapshots(rows)  # before drafts of drafts are written over the oldest rows
+        for index, proposals in zip(owners, drafter.propose(settled, extended), strict=True):
+            if proposals:
+                result.proposals[index] = proposals
 
     def _prompt_logprobs(self, row: Row, index: int, logits: Tensor, result: StepResult) -> None:
         if not_a_number(logits).any():
@@ -209,28 +210,83 @@ class ModelRunner:
         self,
         active: list[Row],
         indices: list[int],
-        sampled: list[int],
+        places: dict[int, int],
         logits: Tensor,
         result: StepResult,
     ) -> None:
-        if math.isnan(logits.sum().item()):  # some row, most likely
-            bad = not_a_number(logits)
-            logits = logits.masked_fill(bad[:, None], 0.0)
-            for place in bad.nonzero()[:, 0].tolist():
-                result.errors[indices[sampled[place]]] = NAN_MESSAGE
-                result.num_corrupted += 1
-        slots = int64_tensor([active[i].slot for i in sampled], logits.device)
-        positions = int64_tensor([active[i].end - 1 for i in sampled], logits.device)
-        masks = {
-            place: mask for place, i in enumerate(sampled) if (mask := active[i].mask) is not None
+        """Sample, for each row of `places` and then behind each draft of it that holds.
+
+        One depth of all rows at a time, so that the sampler's state is that of the tokens that are
+        there, and never has to be taken back.
+        """
+        depth = 0
+        going = list(places)
+        while going:
+            wanted = [places[i] + depth for i in going]
+            taken = logits if len(wanted) == len(logits) else logits[wanted]
+            bad = self._not_numbers(taken)
+            if bad and depth == 0:
+                taken = taken.clone()
+                taken[bad] = 0.0
+                for place in bad:
+                    result.errors[indices[going[place]]] = NAN_MESSAGE
+                    result.num_corrupted += 1
+            elif bad:  # the next step meets it again, as its first row, if it comes to that
+                stay = [place for place in range(len(going)) if place not in set(bad)]
+                going, taken = [going[place] for place in stay], taken[stay]
+            going = self._sample_depth(active, indices, going, depth, taken, result)
+            depth += 1
+
+    def _sample_depth(
+        self,
+        active: list[Row],
+        indices: list[int],
+        going: list[int],
+        depth: int,
+        logits: Tensor,
+        result: StepResult,
+    ) -> list[int]:
+        """One token for each of `going`; returns those whose draft it is."""
+        if not going:
+            return []
+        rows = [active[i] for i in going]
+        slots = int64_tensor([row.slot for row in rows], logits.device)
+        first = [row.end - row.num_samples for row in rows]
+        positions = int64_tensor([start + depth for start in first], logits.device)
+        masks = {n: row.masks[depth] for n, row in enumerate(rows) if row.masks is not None}
+        proposals = {
+            n: row.proposals[depth] for n, row in enumerate(rows) if depth < row.num_drafts
         }
-        drawn = self.sampler.sample(logits, slots, positions, masks)
-        for place, token_id in enumerate(drawn.token_ids.tolist()):
-            index = indices[sampled[place]]
-            result.tokens[index] = token_id
-            logprobs = drawn.logprobs[place]
+        drawn = self.sampler.sample(logits, slots, positions, masks, proposals)
+        held = []
+        for n, token_id in enumerate(drawn.token_ids.tolist()):
+            index = indices[going[n]]
+            result.tokens.setdefault(index, []).append(token_id)
+            logprobs = drawn.logprobs[n]
             if logprobs is not None:
-                result.logprobs[index] = logprobs
+                result.logprobs.setdefault(index, []).append(logprobs)
+            if n in proposals and proposals[n].token_id == token_id:
+                held.append(going[n])
+        return held
+
+    def _not_numbers(self, logits: Tensor) -> list[int]:
+        if not math.isnan(logits.sum().item()):
+            return []
+        return not_a_number(logits).nonzero()[:, 0].tolist()  # some row, most likely
+
+
+def _settled(row: Row, first: int, tokens: list[int] | None) -> Settled | None:
+    """What the draft block has to see of a row; None if it does not draft."""
+    if row.start >= row.seq.prompt_len and row.seq.num_spec_tokens == 0:
+        return None
+    if row.num_drafts:
+        assert tokens is not None
+        return Settled(row.settled(len(tokens)), first, tokens)
+    assert row.token_ids is not None
+    if tokens is None and row.next_token is None:  # nothing comes behind it
+        return None
+    last = [row.next_token] if tokens is None else tokens
+    return Settled(row, first, [*row.token_ids[1:], *last])
 
 
 NAN_MESSAGE = "the model's logits are not numbers; the request cannot go on"

@@ -7,6 +7,10 @@ out, the sequence of the highest rank (lowest priority, latest arrival) leaves t
 one sequence fits the pool alone, the one of the lowest rank always goes on: no deadlock. Sequences
 also leave for a waiting one of better priority, which they can never send away in turn: nobody goes
 to and fro.
+
+A sequence that drafts brings up to 1 + num_spec_tokens rows, and is in a step again when the
+results of its last one are known: how many rows held decides what comes next. Sequences that draft
+wait one step for one another, so that the overlapped loop does not part them into two halves.
 """
 
 from __future__ import annotations
@@ -21,13 +25,12 @@ import msgspec
 from moet.config import SchedulerConfig
 from moet.errors import CapacityError
 from moet.runtime.batch import Batch, Row, StepResult
+from moet.runtime.draft_length import StepCosts, draft_length
 from moet.runtime.metrics import Counters
 from moet.runtime.pace import PrefillPace
 from moet.runtime.sequence import Sequence, Status
 from moet.runtime.sequence_memory import SequenceMemory
 from moet.types import FinishReason, TokenEvent, TokenLogprobs
-
-LOOKAHEAD_TOKENS = 1  # rows of a sequence in the step after the one being made
 
 
 class Scheduler:
@@ -38,6 +41,9 @@ class Scheduler:
         self.memory = memory
         self.counters = counters
         self.pace = PrefillPace(config.prefill_share)
+        self.costs = StepCosts()
+        # Rows of a sequence in the step after the one being made.
+        self.lookahead_tokens = 1 + config.num_spec_tokens
         self.sequences: dict[str, Sequence] = {}  # every unfinished one
         self.running: list[Sequence] = []  # by rank
         self.num_new = 0  # waiting and never placed
@@ -47,6 +53,7 @@ class Scheduler:
         self._blocked: tuple[int, int] | None = None  # who found no room, after how many releases
         self._stuck: tuple[int, int] | None = None  # for whom nobody's leaving would make room
         self._events: list[TokenEvent] = []
+        self._has_waited = False  # drafting sequences, in the last step, for others of their kind
         self._arrivals: deque[Sequence] = deque()  # that may run out of time in the queue
 
     @property
@@ -77,11 +84,11 @@ class Scheduler:
         if self._waiting and self.pace.debt_s == 0:
             self._give_way()
         num_preemptions = self.counters.num_preemptions
-        for seq in tuple(self.running):
-            if seq.is_decoding and seq.status is Status.RUNNING and self._make_room(seq):
-                rows.append(self._row(seq, seq.num_computed + 1))
+        for seq, num_drafts in self._decoding():
+            if seq.status is Status.RUNNING and self._make_room(seq, num_drafts):
+                rows.append(self._row(seq, seq.num_computed + 1 + num_drafts, num_drafts))
         num_decoding = len(rows)
-        budget = self.config.max_num_batched_tokens - num_decoding
+        budget = self.config.max_num_batched_tokens - sum(row.num_tokens for row in rows)
         if num_decoding < len(self.running) or self._waiting:
             budget = self.pace.rows(num_decoding, budget)
         may_admit = self.counters.num_preemptions == num_preemptions
@@ -104,14 +111,12 @@ class Scheduler:
         events = self.take_events()
         self.memory.committed(batch.commands)
         if batch.rows and not result.failed:
-            num_prefill_rows = batch.num_tokens - batch.num_decoding
-            self.pace.observe(batch.num_decoding, num_prefill_rows, result.device_s)
+            self.pace.observe(batch.num_decoding, batch.num_prefill_tokens, result.device_s)
         now = perf_counter()
         page_size = self.memory.page_size
         for i, row in enumerate(batch.rows):
             seq = row.seq
-            if row.sample:
-                seq.num_pending -= 1
+            seq.num_pending -= row.num_samples
             if seq.status is Status.FINISHED:
                 self.memory.drop_snapshot(row)
                 continue
@@ -120,12 +125,21 @@ class Scheduler:
                 self.memory.forget(seq)
                 events.append(self._finish(seq, FinishReason.ERROR, [], error=result.errors[i]))
                 continue
+            new = self._until_end(seq, result.tokens[i]) if row.sample else []
+            if row.num_drafts:
+                self._observe_drafts(seq, row.num_drafts, len(result.tokens[i]) - 1)
+                row = row.settled(len(new))
+                if row.epoch == seq.epoch or seq.is_on_host:
+                    seq.num_computed = row.end
+            seq.token_ids += new
             if row.snapshot is not None or row.end >= (seq.num_registered + 1) * page_size:
                 self.memory.register(row)
             if i in result.prompt_logprobs:
                 seq.prompt_logprobs += result.prompt_logprobs[i]
             if row.sample:
-                events.append(self._append(seq, result.tokens[i], result.logprobs.get(i), now))
+                seq.proposals = result.proposals.get(i, ())
+                logprobs = result.logprobs.get(i)
+                events.append(self._advance(seq, new, logprobs and logprobs[: len(new)], now))
             elif row.end == seq.max_len:  # no tokens are wanted
                 events.append(self._finish(seq, FinishReason.LENGTH, []))
         return events
@@ -159,9 +173,39 @@ class Scheduler:
         new = [s for s in self.sequences.values() if not s.was_placed]
         assert (self.num_new, self.num_new_tokens) == (len(new), sum(s.prompt_len for s in new))
 
-    def _make_room(self, seq: Sequence) -> bool:
-        """Pages for a decoding sequence's next two rows; False if it had to leave for them."""
-        num_tokens = min(seq.num_computed + 1 + LOOKAHEAD_TOKENS, seq.max_len)
+    def _decoding(self) -> list[tuple[Sequence, int]]:
+        """The sequences that decode in this step, in rank order, and their numbers of drafts."""
+        ready = [seq for seq in self.running if seq.is_decoding]
+        if any(seq.num_spec_tokens for seq in ready):
+            pending = [seq for seq in self.running if seq.num_spec_tokens and seq.num_pending]
+            self._has_waited = bool(pending) and not self._has_waited
+            if self._has_waited:
+                ready = [seq for seq in ready if not seq.num_spec_tokens]
+        # The last token that is wanted needs no row.
+        return [(s, min(len(s.proposals), s.max_len - 2 - s.num_computed)) for s in ready]
+
+    def _num_to_draft(self, seq: Sequence, end: int) -> int:
+        """Tokens to propose behind rows that end at `end` at the most."""
+        limit = min(seq.num_spec_tokens, seq.max_len - 2 - end)
+        if limit <= 0 or not seq.adapts:
+            return max(limit, 0)
+        return draft_length(
+            limit,
+            seq.acceptance,
+            num_decoding=len(self.running),
+            costs=self.costs,
+            num_plain_steps=seq.num_plain_steps,
+        )
+
+    def _observe_drafts(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
+        seq.acceptance = seq.acceptance.after(num_drafts, num_accepted)
+        seq.num_drafted += num_drafts
+        seq.num_accepted += num_accepted
+        self.counters.observe_drafts(num_drafts, num_accepted)
+
+    def _make_room(self, seq: Sequence, num_drafts: int) -> bool:
+        """Pages for a decoding sequence's next two steps; False if it had to leave for them."""
+        num_tokens = min(seq.num_computed + 1 + num_drafts + self.lookahead_tokens, seq.max_len)
         if num_tokens <= len(seq.pages) * self.memory.page_size:
             return True
         while True:
@@ -226,7 +270,7 @@ class Scheduler:
         return seq.arrival, self.memory.num_releases
 
     def _tokens_to_place(self, seq: Sequence) -> int:
-        return min(seq.num_scheduled + LOOKAHEAD_TOKENS, seq.max_len)
+        return min(seq.num_scheduled + self.lookahead_tokens, seq.max_len)
 
     def _admit(
         self, budget: int, rows: list[Row], num_decoding: int, better_than: int | None
@@ -283,19 +327,26 @@ class Scheduler:
         rows.append(self._row(seq, end))
         return end - start
 
-    def _row(self, seq: Sequence, end: int) -> Row:
-        """Take the rows up to `end` as scheduled."""
+    def _row(self, seq: Sequence, end: int, num_drafts: int = 0) -> Row:
+        """Take the rows up to `end` as scheduled; the last num_drafts of them are drafts."""
         start = seq.num_computed
-        sample = end == seq.num_scheduled and end < seq.max_len
-        token_ids = seq.token_ids[start:end] if end <= len(seq.token_ids) else None
+        known_end = end - num_drafts
+        sample = known_end == seq.num_scheduled and known_end < seq.max_len
+        proposals = seq.proposals[:num_drafts]
+        drafts = [proposal.token_id for proposal in proposals]
+        known = known_end <= len(seq.token_ids)
+        token_ids = [*seq.token_ids[start:known_end], *drafts] if known else None
         first_logprob, targets = -1, []
         if seq.wants_prompt_logprobs and seq.num_logprobs_scheduled < min(end, seq.prompt_len - 1):
             first_logprob = max(start, seq.num_logprobs_scheduled)
             seq.num_logprobs_scheduled = min(end, seq.prompt_len - 1)
             targets = seq.token_ids[first_logprob + 1 : seq.num_logprobs_scheduled + 1]
+        masks = seq.constraint.masks(drafts) if sample and seq.constraint is not None else None
+        num_to_draft = self._num_to_draft(seq, end) if sample and seq.num_spec_tokens else 0
+        if sample:
+            seq.num_plain_steps = 0 if num_to_draft else seq.num_plain_steps + 1
         seq.num_computed = end
-        seq.num_pending += sample
-        return Row(
+        row = Row(
             seq,
             seq.slot,
             seq.epoch,
@@ -305,32 +356,53 @@ class Scheduler:
             sample,
             first_logprob,
             targets,
-            self.memory.snapshot_at(seq, end),
-            seq.constraint.masks()[0] if sample and seq.constraint is not None else None,
+            self._snapshot_at(seq, start, end, num_drafts),
+            proposals,
+            masks,
+            seq.token_ids[end] if end < len(seq.token_ids) else None,
+            num_to_draft,
         )
+        seq.num_pending += row.num_samples
+        return row
 
-    def _append(
-        self, seq: Sequence, token_id: int, logprobs: TokenLogprobs | None, now: float
+    def _snapshot_at(self, seq: Sequence, start: int, end: int, num_drafts: int) -> int | None:
+        """With drafts the border may lie before the last row: rings have room for so many more."""
+        border = end // self.memory.page_size * self.memory.page_size if num_drafts else end
+        return self.memory.snapshot_at(seq, border) if border > start else None
+
+    def _until_end(self, seq: Sequence, tokens: list[int]) -> list[int]:
+        """The new tokens, up to the one that ends the sequence."""
+        for n, token_id in enumerate(tokens, start=1):
+            if self._reason_to_end(seq, token_id, len(seq.token_ids) + n) is not None:
+                return tokens[:n]
+        return tokens
+
+    def _reason_to_end(self, seq: Sequence, token_id: int, num_tokens: int) -> FinishReason | None:
+        """Why a sequence of num_tokens, the last of which is token_id, ends; None if it goes on."""
+        enough = num_tokens - seq.prompt_len >= seq.request.params.min_tokens
+        if token_id in seq.stop_ids and enough:
+            return FinishReason.STOP
+        if seq.constraint is not None and token_id in seq.request.eos_token_ids:
+            return FinishReason.STOP  # min_tokens or not, the grammar has come to its end
+        return FinishReason.LENGTH if num_tokens >= seq.max_len else None
+
+    def _advance(
+        self, seq: Sequence, new: list[int], logprobs: list[TokenLogprobs] | None, now: float
     ) -> TokenEvent:
-        seq.token_ids.append(token_id)
-        self._observe_token(seq, now)
-        listed = None if logprobs is None else [logprobs]
-        num_generated = len(seq.token_ids) - seq.prompt_len
-        if token_id in seq.stop_ids and num_generated >= seq.request.params.min_tokens:
-            return self._finish(seq, FinishReason.STOP, [token_id], listed, stop_token_id=token_id)
+        """Tell of new tokens, which are in seq.token_ids; only the last one may end it."""
+        for _ in new:
+            self._observe_token(seq, now)
+        last = new[-1]
+        reason = self._reason_to_end(seq, last, len(seq.token_ids))
         if seq.constraint is not None:
-            if (
-                token_id in seq.request.eos_token_ids
-            ):  # min_tokens or not, the grammar has come to its end
-                return self._finish(
-                    seq, FinishReason.STOP, [token_id], listed, stop_token_id=token_id
-                )
-            if not seq.constraint.accept(token_id):
-                error = f"token {token_id} was sampled, which the grammar forbids"
-                return self._finish(seq, FinishReason.ERROR, [], error=error)
-        if len(seq.token_ids) >= seq.max_len:
-            return self._finish(seq, FinishReason.LENGTH, [token_id], listed)
-        return self._event(seq, [token_id], listed)
+            for token_id in new[:-1] if reason is FinishReason.STOP else new:
+                if not seq.constraint.accept(token_id):
+                    error = f"token {token_id} was sampled, which the grammar forbids"
+                    return self._finish(seq, FinishReason.ERROR, [], error=error)
+        if reason is None:
+            return self._event(seq, new, logprobs)
+        stop_token_id = last if reason is FinishReason.STOP else None
+        return self._finish(seq, reason, new, logprobs, stop_token_id=stop_token_id)
 
     def _observe_token(self, seq: Sequence, now: float) -> None:
         counters, times = self.counters, seq.times
@@ -401,4 +473,6 @@ class Scheduler:
             ),
             num_cached_tokens=seq.num_cached_tokens if first else 0,
             error=error,
+            num_draft_tokens=seq.num_drafted,
+            num_accepted_tokens=seq.num_accepted,
         )

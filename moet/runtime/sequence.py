@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from moet.runtime.draft_length import Acceptance
 from moet.runtime.grammar import Constraint
 from moet.runtime.prefix_cache import page_key
+from moet.runtime.sampler import Proposal
 from moet.types import Request, TokenLogprobs
 
 
@@ -26,6 +28,9 @@ class Sequence:
     scheduled and not yet read. Rows 0..num_computed-1 are scheduled or done, and their state lies
     in `pages` (page n holds tokens n*page_size and up). `max_len` bounds len(token_ids).
     `epoch` counts preemptions: what an older step wrote does not lie in today's pages.
+
+    At most num_spec_tokens are drafted for it per step. `proposals` are those for the next one, and
+    go wherever the sequence goes; with drafts scheduled, num_computed is what it is if all hold.
     """
 
     request: Request
@@ -53,6 +58,13 @@ class Sequence:
     was_fetched: bool = False  # the disk was asked for pages, or there is none
     has_event: bool = False
     constraint: Constraint | None = None  # has taken every token of token_ids past the prompt
+    num_spec_tokens: int = 0
+    adapts: bool = False  # drafts fewer than that while they do not pay
+    proposals: tuple[Proposal, ...] = ()
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    num_plain_steps: int = 0  # since the last one with drafts
+    num_drafted: int = 0
+    num_accepted: int = 0
     fault: str | None = None  # why the runner could not set it up; written by the runner
     times: Times = field(default_factory=lambda: Times())
 
@@ -74,9 +86,10 @@ class Sequence:
     def is_decoding(self) -> bool:
         """Whether its next step is one row, after which it makes one more token.
 
-        With a constraint, the newest token must be known: the mask of the next depends on it.
+        With a constraint or drafts, the newest token must be known: the mask of the next depends on
+        it, or how many there are.
         """
-        if self.constraint is not None and self.num_pending:
+        if self.num_pending and (self.constraint is not None or self.num_spec_tokens):
             return False
         num_scheduled = len(self.token_ids) + self.num_pending
         return self.prompt_len <= self.num_computed == num_scheduled - 1 < self.max_len - 1

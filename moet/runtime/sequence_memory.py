@@ -208,8 +208,12 @@ class SequenceMemory:
                 self.cache.register(keys[i], seq.pages[i])
             seq.num_registered = num_pages
         if row.snapshot is not None:
-            key = seq.page_keys(row.end // self.page_size, self.page_size)[-1]
-            if self.cache.attach_snapshot(key, row.snapshot) and self._is_passing(seq, row.end):
+            border = row.end // self.page_size * self.page_size  # rings hold a few rows past it
+            if border <= row.start:  # the drafts that reach it did not hold
+                self.drop_snapshot(row)
+                return
+            key = seq.page_keys(border // self.page_size, self.page_size)[-1]
+            if self.cache.attach_snapshot(key, row.snapshot) and self._is_passing(seq, border):
                 if seq.turn_snapshot is not None:
                     self.cache.detach_snapshot(*seq.turn_snapshot)
                 seq.turn_snapshot = (key, row.snapshot)
@@ -255,13 +259,15 @@ class SequenceMemory:
         """Where a chunk that starts at seq.num_computed must end at the latest, in tokens."""
         start, stop = seq.num_computed, seq.num_scheduled
         borders = [seq.prompt_len]  # generated tokens are replayed apart from the prompt
+        if seq.proposals:
+            borders.append(len(seq.token_ids) - 1)  # and the newest with its drafts, as before
         if self.cache.enabled and self.cache.needs_snapshot:
             borders.append(self.prompt_border(seq))
             borders.append((start // self.snapshot_interval + 1) * self.snapshot_interval)
         return min([border for border in borders if start < border < stop], default=stop)
 
     def snapshot_at(self, seq: Sequence, end: int) -> int | None:
-        """An id to save the rings under after a row that ends at `end`, if they are worth it."""
+        """An id to save the rings under after rows up to `end`, if that is worth it."""
         if end % self.page_size or not (self.cache.enabled and self.cache.needs_snapshot):
             return None
         if end < seq.prompt_len and self._is_passing(seq, end):

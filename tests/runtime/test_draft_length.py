@@ -8,7 +8,6 @@ from moet.runtime.draft_length import (
     Acceptance,
     StepCosts,
     draft_length,
-    fair_length,
 )
 
 COSTS = StepCosts()
@@ -63,13 +62,3 @@ def test_rates_are_chances_and_old_news_fade(steps: list[tuple[int, int]], size:
     for _ in range(60):
         acceptance = acceptance.after(5, 5)
     assert min(acceptance.rates(5)) > 0.9
-
-
-@given(st.lists(st.integers(0, 5), max_size=20), st.integers(0, 60))
-def test_fair_lengths_fit_and_waste_nothing(wanted: list[int], spare: int) -> None:
-    cut = fair_length(wanted, len(wanted) + spare)
-    assert sum(cut) <= spare
-    assert all(0 <= a <= b for a, b in zip(cut, wanted, strict=True))
-    if cut != wanted:  # one more of each of the longest would not fit
-        longer = [min(b, max(cut) + 1) for b in wanted]
-        assert sum(longer) > spare
