@@ -1,0 +1,140 @@
+"""The handlers that take a body: generation in every API's shape, and text to tokens and back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from moet.errors import RequestError
+from moet.runtime.engine import Engine
+from moet.server import anthropic, responses
+from moet.server.anthropic import CountTokensRequest, MessagesRequest, messages_answer
+from moet.server.body import BodyReader
+from moet.server.chat_completions import chat_answer
+from moet.server.chat_format import ChatFormat
+from moet.server.completions import completion_answer
+from moet.server.exchange import Exchange
+from moet.server.openai import (
+    REFUSED_CHAT,
+    REFUSED_COMPLETION,
+    ChatRequest,
+    CompletionRequest,
+)
+from moet.server.reasoning import ReasoningDefaults, reasoning_defaults
+from moet.server.responses import InputTokensRequest, ResponsesRequest, responses_answer
+from moet.server.served import Served, json_response
+from moet.server.stream import EventStream, or_gone
+
+CLIENT_GONE = 499  # nobody reads it; the access log does
+
+
+class Tokenize(msgspec.Struct, kw_only=True):
+    """POST /tokenize."""
+
+    prompt: str
+    model: str | None = None
+    allow_special: bool = True
+
+
+class Detokenize(msgspec.Struct, kw_only=True):
+    """POST /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None
+    skip_special_tokens: bool = False
+
+
+TurnBody = TypeVar("TurnBody", ChatRequest, MessagesRequest, ResponsesRequest)
+Make = Callable[[Engine, ChatFormat, TurnBody, str, ReasoningDefaults], Exchange]
+"""Prepares the answer to a body, given the model's name as the client knows it."""
+
+
+class Endpoints:
+    """The handlers."""
+
+    def __init__(self, served: Served) -> None:
+        self.served = served
+        self.engine = served.engine
+        self.bodies = BodyReader(served.config.max_body_bytes)
+        self.reasoning = reasoning_defaults(served.config)
+
+    # Generation
+
+    async def completions(self, request: Request) -> Response:
+        body = await self.bodies.read(request, CompletionRequest, REFUSED_COMPLETION)
+        model = self.served.name_of(body.model)
+        answer = await asyncio.to_thread(completion_answer, self.engine, body, model)
+        return await self._answer(request, answer, stream=bool(body.stream))
+
+    async def chat(self, request: Request) -> Response:
+        return await self._turn(request, ChatRequest, REFUSED_CHAT, chat_answer)
+
+    async def messages(self, request: Request) -> Response:
+        return await self._turn(request, MessagesRequest, anthropic.REFUSED, messages_answer)
+
+    async def responses(self, request: Request) -> Response:
+        return await self._turn(request, ResponsesRequest, responses.REFUSED, responses_answer)
+
+    async def _turn(
+        self, request: Request, kind: type[TurnBody], refused: dict[str, str], make: Make[TurnBody]
+    ) -> Response:
+        """Answer a turn of a conversation, whichever API it comes by."""
+        body = await self.bodies.read(request, kind, refused)
+        model, defaults = self.served.name_of(body.model), self.reasoning
+        answer = await asyncio.to_thread(make, self.engine, self.served.form, body, model, defaults)
+        return await self._answer(request, answer, stream=bool(body.stream))
+
+    async def count_tokens(self, request: Request) -> Response:
+        body = await self.bodies.read(request, CountTokensRequest, anthropic.REFUSED)
+        self.served.name_of(body.model)
+        count = anthropic.count_tokens
+        return json_response(await asyncio.to_thread(count, self.served.form, body, self.reasoning))
+
+    async def input_tokens(self, request: Request) -> Response:
+        body = await self.bodies.read(request, InputTokensRequest, responses.REFUSED)
+        self.served.name_of(body.model)
+        count = responses.count_input_tokens
+        return json_response(await asyncio.to_thread(count, self.served.form, body, self.reasoning))
+
+    async def _answer(self, request: Request, answer: Exchange, *, stream: bool) -> Response:
+        answer.operations = self.served.operations
+        generation = await answer.open()
+        if stream:
+            return EventStream(
+                answer.chunks(generation),
+                generation.close,
+                keep_alive_s=self.served.config.keep_alive_s,
+                framing=answer.framing,
+                failure=answer.failure,
+            )
+        try:
+            body = await or_gone(answer.collect(generation), request.receive)
+        finally:
+            generation.close()
+        return Response(status_code=CLIENT_GONE) if body is None else json_response(body)
+
+    # Text
+
+    async def tokenize(self, request: Request) -> Response:
+        body = await self.bodies.read(request, Tokenize, {})
+        self.served.name_of(body.model)
+        tokens = await asyncio.to_thread(
+            self.engine.text.tokenizer.encode, body.prompt, allow_special=body.allow_special
+        )
+        limit = self.engine.info.max_model_len
+        return json_response({"count": len(tokens), "max_model_len": limit, "tokens": tokens})
+
+    async def detokenize(self, request: Request) -> Response:
+        body = await self.bodies.read(request, Detokenize, {})
+        self.served.name_of(body.model)
+        limit = self.engine.info.vocab_size
+        if any(not 0 <= token_id < limit for token_id in body.tokens):
+            message = f"tokens has an id that is not in the vocabulary of 0 to {limit - 1}"
+            raise RequestError(message, param="tokens")
+        text = self.engine.text.tokenizer.decode(body.tokens, skip_special=body.skip_special_tokens)
+        return json_response({"prompt": text})

@@ -1,0 +1,110 @@
+"""The handlers that tell what is served and how it does."""
+
+from __future__ import annotations
+
+import dataclasses
+from time import monotonic
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from moet import __version__
+from moet.errors import EngineDeadError
+from moet.server import metrics
+from moet.server.errors import HttpError
+from moet.server.served import Served, json_response
+
+
+class Status:
+    """The handlers."""
+
+    def __init__(self, served: Served) -> None:
+        self.served = served
+        self.engine = served.engine
+
+    async def models(self, request: Request) -> Response:
+        """The list as OpenAI's clients and as Anthropic's read it."""
+        return json_response(
+            {
+                "object": "list",
+                "data": [self._card(name) for name in self.served.names],
+                "has_more": False,
+                "first_id": self.served.names[0],
+                "last_id": self.served.names[-1],
+            }
+        )
+
+    async def model(self, request: Request) -> Response:
+        return json_response(self._card(self.served.name_of(request.path_params["name"])))
+
+    def _card(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "type": "model",
+            "display_name": name,
+            "created": 0,
+            "created_at": "1970-01-01T00:00:00Z",
+            "owned_by": "moet",
+            "root": self.engine.model,
+            "max_model_len": self.engine.info.max_model_len,
+        }
+
+    async def health(self, request: Request) -> Response:
+        if self.engine.state in ("dead", "closed"):
+            raise EngineDeadError(f"the engine is {self.engine.state}")
+        if self.engine.late_step is not None:
+            message = f"a step takes longer than --step-timeout: {self.engine.late_step}"
+            raise HttpError(503, message, kind="server_error", code="late_step")
+        return json_response({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        state = self.engine.state
+        stage, done = self.engine.load_progress
+        status = "draining" if self.served.traffic.draining else state
+        body = {"status": status, "stage": stage, "progress": round(done, 4)}
+        return json_response(body, status=200 if status == "ready" else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        stats = await self.engine.astats()
+        text = metrics.render(
+            stats, self.engine.info, self.served.names[0], self.served.operations.counters
+        )
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def live(self, request: Request) -> Response:
+        """What the page at "/" shows: the books and the clock they were read at."""
+        stats = await self.engine.astats()
+        return json_response(
+            {
+                "time": monotonic(),
+                "version": __version__,
+                "models": self.served.names,
+                "state": "draining" if self.served.traffic.draining else self.engine.state,
+                "late_step": self.engine.late_step,
+                "info": msgspec.to_builtins(self.engine.info),
+                "stats": msgspec.to_builtins(stats),
+                "server": dataclasses.asdict(self.served.operations.counters),
+            }
+        )
+
+    async def experts(self, request: Request) -> Response:
+        """Where the routed experts are, and how many rows each has had, by layer."""
+        return json_response(msgspec.to_builtins(await self.engine.aexpert_stats()))
+
+    async def version(self, request: Request) -> Response:
+        return json_response({"version": __version__})
+
+    async def server_info(self, request: Request) -> Response:
+        stats = await self.engine.astats()
+        return json_response(
+            {
+                "version": __version__,
+                "models": self.served.names,
+                "state": self.engine.state,
+                "engine": msgspec.to_builtins(self.engine.info),
+                "stats": msgspec.to_builtins(stats),
+            }
+        )
