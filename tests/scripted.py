@@ -121,7 +121,8 @@ class ScriptedCore:
         )
 
     def stats(self) -> CoreStats:
-        counters = {name: getattr(self.counters, name) for name in Counters.__slots__}
+        told = [name for name in Counters.__slots__ if name in CoreStats.__struct_fields__]
+        counters = {name: getattr(self.counters, name) for name in told}
         return CoreStats(
             num_running=len(self.open),
             num_waiting=0,

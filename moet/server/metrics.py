@@ -48,6 +48,11 @@ COUNTERS = {
     "split_steps": ("num_split_steps", "steps made in parts, as their experts did not fit"),
     "engine_steps": ("num_steps", "steps"),
 }
+DRAFT_COUNTERS = {
+    "spec_decode_num_drafts": ("num_drafts", "rows that had drafts behind them"),
+    "spec_decode_num_draft_tokens": ("num_draft_tokens", "tokens drafted"),
+    "spec_decode_num_accepted_tokens": ("num_accepted_tokens", "drafted tokens that held"),
+}
 SERVER_COUNTERS = {
     "tool_call_parser_invocations": ("num_parsed", "chat answers that the output parser read"),
     "tool_call_parser_failures": ("num_malformed", "tags and calls that were dropped or mended"),
@@ -81,7 +86,7 @@ class _Books(Collector):
             gauge = GaugeMetricFamily(f"moet:{name}", text, labels=labels)
             gauge.add_metric([self.model], getattr(self.stats, field))
             yield gauge
-        for name, (field, text) in COUNTERS.items():
+        for name, (field, text) in {**COUNTERS, **DRAFT_COUNTERS}.items():
             counter = CounterMetricFamily(f"moet:{name}", text, labels=labels)
             counter.add_metric([self.model], getattr(self.stats, field))
             yield counter
@@ -89,6 +94,14 @@ class _Books(Collector):
             counter = CounterMetricFamily(f"moet:{name}", text, labels=labels)
             counter.add_metric([self.model], getattr(self.server, field))
             yield counter
+        accepted = CounterMetricFamily(
+            "moet:spec_decode_num_accepted_tokens_per_pos",
+            "drafted tokens that held, by their place among the drafts",
+            labels=[*labels, "position"],
+        )
+        for position, number in enumerate(self.stats.num_accepted_by_position):
+            accepted.add_metric([self.model, str(position)], number)
+        yield accepted
         finished = CounterMetricFamily(
             "moet:request_success", "finished requests", labels=[*labels, "finished_reason"]
         )

@@ -39,7 +39,7 @@ export class Live {
     this.rates.push(rates.generated);
     if (this.rates.length > HISTORY) this.rates.shift();
     this.draw();
-    const drafted = stats.draft_tokens ?? 0;
+    const drafted = stats.num_draft_tokens;
     this.tiles.replaceChildren(
       tile("generated", `${short.format(rates.generated)} tok/s`, `${number.format(stats.generation_tokens)} in all`),
       tile("prompts", `${short.format(rates.prompt)} tok/s`, `${number.format(stats.prompt_tokens)} in all`),
@@ -50,7 +50,7 @@ export class Live {
       tile("prefix hits", share(stats.prefix_hits, stats.prefix_queries),
         `${number.format(stats.cached_tokens)} tokens saved`,
         stats.prefix_queries ? stats.prefix_hits / stats.prefix_queries : 0),
-      tile("drafts accepted", drafted ? share(stats.accepted_tokens, drafted) : "–", drafted ? `${number.format(drafted)} drafted` : "no drafting"),
+      tile("drafts accepted", drafted ? share(stats.num_accepted_tokens, drafted) : "–", drafted ? `${number.format(drafted)} drafted` : "no drafting"),
       tile("first token, median", quantile(stats.time_to_first_token_s, 0.5), `95 %: ${quantile(stats.time_to_first_token_s, 0.95)}`),
       tile("step, median", quantile(stats.step_time_s, 0.5), `${number.format(stats.num_steps)} steps`),
       tile("calls mended", number.format(live.server.num_malformed), `in ${number.format(live.server.num_parsed)} chat answers`),
@@ -71,16 +71,16 @@ export class Live {
     const width = (canvas.width = canvas.clientWidth * devicePixelRatio);
     const height = (canvas.height = canvas.clientHeight * devicePixelRatio);
     const top = Math.max(1, ...this.rates);
-    const style = getComputedStyle(canvas);
+    const ink = getComputedStyle(canvas).color; // computed, as a canvas knows no light-dark()
     const pen = canvas.getContext("2d");
     const x = (i) => ((i + HISTORY - this.rates.length) / (HISTORY - 1)) * width;
     const y = (rate) => height - 4 - (rate / top) * (height - 24);
-    pen.strokeStyle = style.getPropertyValue("--accent");
+    pen.strokeStyle = ink;
     pen.lineWidth = 2 * devicePixelRatio;
     pen.beginPath();
     this.rates.forEach((rate, i) => (i ? pen.lineTo(x(i), y(rate)) : pen.moveTo(x(i), y(rate))));
     pen.stroke();
-    pen.fillStyle = style.getPropertyValue("--faint");
+    pen.fillStyle = ink;
     pen.font = `${11 * devicePixelRatio}px system-ui`;
     pen.fillText(`${short.format(top)} tok/s`, 6 * devicePixelRatio, 14 * devicePixelRatio);
   }
