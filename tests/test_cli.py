@@ -216,3 +216,23 @@ def test_serve_ends_with_code_1_when_its_engine_is_killed(
         assert "exit code -9" in error
         assert done == "data: [DONE]"
     assert process.wait(30) == 1
+
+
+def test_tiers_of_cached_kv_are_given_in_gib_and_by_folder() -> None:
+    flags = ["--kv-host-cache", "1.5", "--kv-disk-cache", "/kv,with comma,20"]
+    args = parser().parse_args(["serve", *flags])
+    assert args.kv_host_cache == 3 << 29
+    assert args.kv_disk_cache == ("/kv,with comma", 20 << 30)
+    args = parser().parse_args(["serve", "--kv-disk-cache", "kv,512MiB"])
+    assert args.kv_disk_cache == ("kv", 512 << 20)
+    args = parser().parse_args(["serve"])
+    assert (args.kv_host_cache, args.kv_disk_cache) == (0, (None, 0))
+
+
+@pytest.mark.parametrize("value", ["20", ",20", "kv,many"])
+def test_a_disk_without_folder_or_size_is_refused(
+    value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--kv-disk-cache", value])
+    assert "--kv-disk-cache" in capsys.readouterr().err

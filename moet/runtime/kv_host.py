@@ -4,8 +4,40 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from moet.runtime.page_pool import PagePool
+
+
+def page_name(key: bytes) -> str:
+    """The object that holds a page's bytes."""
+    return f"{key.hex()}.page"
+
+
+def rings_name(key: bytes) -> str:
+    """The object that holds the resumable rings at a page's end."""
+    return f"{key.hex()}.rings"
+
+
+def object_names(keys: Sequence[bytes]) -> list[str]:
+    """All objects that a chain of pages may have, head first."""
+    return [name(key) for key in keys for name in (page_name, rings_name)]
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectSizes:
+    """page_bytes: of a page, and of a block. rings_bytes: of a resume snapshot."""
+
+    page_bytes: int
+    rings_bytes: int
+
+    def num_bytes(self, name: str) -> int:
+        """Bytes of an object."""
+        return self.page_bytes if name.endswith(".page") else self.rings_bytes
+
+    def num_blocks(self, name: str) -> int:
+        """Blocks that an object takes."""
+        return -(-self.num_bytes(name) // self.page_bytes)
 
 
 class HostTier:
@@ -26,6 +58,12 @@ class HostTier:
     @property
     def num_objects(self) -> int:
         return len(self._blocks)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `take` could give now. O(objects)."""
+        objects = self._blocks.values()
+        return self.pool.num_free + sum(len(b) for b in objects if self._is_free_to_go(b))
 
     def take(self, num_blocks: int) -> list[int] | None:
         """Blocks for a new object, at the expense of old ones; None, if too many are held."""
@@ -78,8 +116,16 @@ class HostTier:
             assert self.pool.ref_count(block) == number, f"block {block} should have {number} refs"
 
     def _evict(self, num_blocks: int) -> None:
-        for name, blocks in list(self._blocks.items()):
-            if self.pool.num_free >= num_blocks:
-                return
-            if self.pool.ref_count(blocks[0] - self._first) == 1:
-                self.drop(name)
+        """Drop the oldest objects that nobody holds until num_blocks are free, or all of them."""
+        victims, missing = [], num_blocks - self.pool.num_free
+        for name, blocks in self._blocks.items():
+            if missing <= 0:
+                break
+            if self._is_free_to_go(blocks):
+                victims.append(name)
+                missing -= len(blocks)
+        for name in victims:
+            self.drop(name)
+
+    def _is_free_to_go(self, blocks: list[int]) -> bool:
+        return self.pool.ref_count(blocks[0] - self._first) == 1

@@ -18,26 +18,12 @@ from queue import SimpleQueue
 
 from moet.runtime.batch import Keep
 from moet.runtime.kv_disk import Buffers, DiskStats, DiskStore
-from moet.runtime.kv_host import HostTier
+from moet.runtime.kv_host import HostTier, ObjectSizes, object_names, page_name, rings_name
+from moet.runtime.kv_loads import DiskLoads, Load
 from moet.runtime.metrics import Counters
 from moet.runtime.prefix_cache import PrefixCache
 
 SAVES_PER_STEP = 16  # pages of finished turns that a step copies to the host
-MAX_LOADS = 2  # sequences that are being read at a time
-
-
-def page_name(key: bytes) -> str:
-    """The object that holds a page's bytes."""
-    return f"{key.hex()}.page"
-
-
-def rings_name(key: bytes) -> str:
-    """The object that holds the resumable rings at a page's end."""
-    return f"{key.hex()}.rings"
-
-
-def _names(keys: Sequence[bytes]) -> list[str]:
-    return [name(key) for key in keys for name in (page_name, rings_name)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,42 +40,25 @@ class Reuse:
     ring_blocks: list[int] = field(default_factory=list)
 
 
-@dataclass(slots=True, eq=False)
-class Load:
-    """Objects on their way from disk to the host for one sequence, and what it holds there."""
-
-    names: list[str]
-    blocks: list[list[int]]
-    held: list[int] = field(default_factory=list)
-    whole: list[bool] = field(default_factory=list)  # by name, once all are read
-    revoked: set[str] = field(default_factory=set)  # names whose content is not wanted any more
-    finished: bool = False  # and in the host's books
-    unwanted: bool = False
-
-
 class KVTiers:
     """Host and disk behind a prefix cache. All calls come from the scheduler's thread.
 
-    rings_blocks, rings_bytes: size of a resume snapshot. page_bytes: of a page, which takes one
-    block. buffers: the bytes of host blocks, cut to a size.
+    buffers: the bytes of host blocks, cut to a size.
     """
 
     def __init__(
         self,
         host: HostTier,
         disk: DiskStore | None,
+        sizes: ObjectSizes,
         *,
-        page_bytes: int,
-        rings_bytes: int,
         buffers: Callable[[Sequence[int], int], Buffers],
         counters: Counters,
     ) -> None:
         self.host = host
         self.disk = disk
         self.copy: Callable[[Keep], None] = lambda keep: None  # set by who makes batches
-        self._page_bytes = page_bytes
-        self._rings_bytes = rings_bytes
-        self._rings_blocks = -(-rings_bytes // page_bytes)
+        self._sizes = sizes
         self._buffers = buffers
         self._counters = counters
         self._chains: deque[list[bytes]] = deque()  # keys to be saved, head first
@@ -98,10 +67,11 @@ class KVTiers:
         self._saving: dict[str, list[int]] = {}  # held until written
         self._copying: deque[list[int]] = deque()  # held until their commands are carried out
         self._revoked: set[str] = set()  # of these, what is not to be written any more
-        self._loads: dict[int, Load] = {}  # by the sequence's arrival
-        self._abandoned: list[Load] = []  # unfinished ones whose sequence is gone
         self._done: SimpleQueue[str | Load] = SimpleQueue()
         self._wake = threading.Event()
+        self.loads = None
+        if disk is not None:
+            self.loads = DiskLoads(host, disk, sizes, buffers, self._tell, counters)
 
     @property
     def has_work(self) -> bool:
@@ -111,12 +81,7 @@ class KVTiers:
     @property
     def is_busy(self) -> bool:
         """Whether reads or writes are under way whose end `wait` would tell."""
-        return bool(self._saving or self._abandoned or self.num_loading)
-
-    @property
-    def num_loading(self) -> int:
-        """Sequences whose objects are being read."""
-        return sum(not load.finished for load in self._loads.values())
+        return bool(self._saving) or (self.loads is not None and self.loads.num_unfinished > 0)
 
     def wait(self, timeout_s: float) -> None:
         """Return when something has been read or written, or in time."""
@@ -157,9 +122,9 @@ class KVTiers:
         """Take a page and a snapshot (or either) of the device; False if the host has no room."""
         done = True
         if page is not None:
-            done = self._keep(page_name(key), page, None, 1)
+            done = self._keep(page_name(key), page, None)
         if snapshot is not None:
-            done &= self._keep(rings_name(key), None, snapshot, self._rings_blocks)
+            done &= self._keep(rings_name(key), None, snapshot)
         return done
 
     def evicted(self, key: bytes, page: int | None, snapshot: int | None) -> None:
@@ -178,7 +143,8 @@ class KVTiers:
         while not self._done.empty():
             what = self._done.get()
             if isinstance(what, Load):
-                self._take_loaded(what)
+                assert self.loads is not None
+                self.loads.take(what)
             else:
                 self.host.release(self._saving.pop(what))
                 self._revoked.discard(what)
@@ -196,12 +162,12 @@ class KVTiers:
 
     def kept(self, keep: Keep) -> None:
         """The copy has been made: its bytes may be written."""
-        if keep.name in self._revoked:
-            self._done.put(keep.name)
-        elif keep.save:
-            self._write(keep.name, keep.blocks)
-        else:
+        if not keep.save:
             self.copied(keep.blocks)
+        elif keep.name in self._revoked:
+            self._done.put(keep.name)
+        else:
+            self._write(keep.name, keep.blocks)
 
     def hold_for_copy(self, blocks: list[int]) -> None:
         """These were given to a command of the next batch; they are held until it is `copied`.
@@ -218,20 +184,19 @@ class KVTiers:
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Count the objects of a chain as used, its head last: the tail goes before it."""
-        names = _names(keys)
+        names = object_names(keys)
         self.host.touch(names)
         if self.disk is not None:
             self.disk.touch(names)
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """Drop objects whose content must not be used again."""
-        names = _names(keys)
+        names = object_names(keys)
         for name in names:
             self.host.drop(name)
         self._revoked.update(self._saving.keys() & set(names))
-        for load in [*self._loads.values(), *self._abandoned]:
-            load.revoked.update(names)
-        if self.disk is not None:
+        if self.disk is not None and self.loads is not None:
+            self.loads.revoke(names)
             self.disk.delete(names)
 
     def clear(self) -> None:
@@ -240,61 +205,30 @@ class KVTiers:
         self._num_saved = 0
         self.host.clear()
         self._revoked.update(self._saving)
-        for load in [*self._loads.values(), *self._abandoned]:
-            load.revoked.update(load.names)
-        if self.disk is not None:
+        if self.disk is not None and self.loads is not None:
+            self.loads.revoke(None)
             self.disk.clear()
             self.disk.delete(list(self._saving))
 
     # From the disk to the host
 
     def load(self, arrival: int, keys: Sequence[bytes], cache: PrefixCache) -> bool | None:
-        """Begin to read what a sequence could start from; its `loaded` tells when that is there.
+        """Begin to read what a sequence could start from; `loaded` tells when that is there.
 
         False if the disk has nothing to add, None if others must be done first.
         """
-        assert self.disk is not None
-        ends = self._ends(keys, cache)
-        if self.num_loading >= MAX_LOADS:
-            return None if ends else False
-        for end in reversed(ends):
-            names = self._missing(keys[:end], cache)
-            sizes = [self._num_blocks(name) for name in names]
-            if sum(sizes) > self.host.pool.num_pages:
-                continue
-            load = Load(names, [])
-            for name in _names(keys[:end]):  # what the host has of the chain must stay
-                if name in self.host:
-                    load.held += self.host.hold(name)
-            blocks = self.host.take(sum(sizes))
-            if blocks is None:
-                self.host.release(load.held)
-                if self._saving or self.num_loading:
-                    return None
-                continue
-            for size in sizes:
-                load.blocks.append(blocks[:size])
-                blocks = blocks[size:]
-            self._loads[arrival] = load
-            self._read(load)
-            return True
-        return False
+        if self.loads is None:
+            return False
+        return self.loads.begin(arrival, keys, cache, others_end=bool(self._saving))
 
     def loaded(self, arrival: int) -> bool:
         """Whether nothing is being read for a sequence any more."""
-        load = self._loads.get(arrival)
-        return load is None or load.finished
+        return self.loads is None or self.loads.is_over(arrival)
 
     def end_load(self, arrival: int) -> None:
         """The sequence has what it needs, or is gone."""
-        load = self._loads.pop(arrival, None)
-        if load is None:
-            return
-        self.host.release(load.held)
-        load.held = []
-        load.unwanted = True
-        if not load.finished:
-            self._abandoned.append(load)
+        if self.loads is not None:
+            self.loads.let_go(arrival)
 
     def disk_stats(self) -> DiskStats:
         """The disk's books; zeros if there is none."""
@@ -303,8 +237,7 @@ class KVTiers:
     def check(self) -> None:
         """Raise AssertionError unless every host block is an object's or on its way to be one."""
         users = [*self._saving.values(), *self._copying]
-        for load in [*self._loads.values(), *self._abandoned]:
-            users += [load.held] if load.finished else [load.held, *load.blocks]
+        users += [] if self.loads is None else self.loads.users()
         self.host.check(block for blocks in users for block in blocks)
 
     def close(self, cache: PrefixCache) -> None:
@@ -313,7 +246,7 @@ class KVTiers:
             self.disk.close()
         self.pump(cache)
 
-    def _keep(self, name: str, page: int | None, snapshot: int | None, num_blocks: int) -> bool:
+    def _keep(self, name: str, page: int | None, snapshot: int | None) -> bool:
         unsaved = self.disk is not None and name not in self._saving and name not in self.disk
         if name in self.host:
             present = self.host.hold(name)
@@ -323,7 +256,7 @@ class KVTiers:
             else:
                 self.host.release(present)
             return True
-        blocks = self.host.take(num_blocks)
+        blocks = self.host.take(self._sizes.num_blocks(name))
         if blocks is None:
             return False
         self.host.put(name, blocks)
@@ -338,78 +271,9 @@ class KVTiers:
 
     def _write(self, name: str, blocks: list[int]) -> None:
         assert self.disk is not None
-        data = self._buffers(blocks, self._num_bytes(name))
+        data = self._buffers(blocks, self._sizes.num_bytes(name))
         self.disk.write(name, data, partial(self._tell, name))
-
-    def _read(self, load: Load) -> None:
-        assert self.disk is not None
-        left = len(load.names)
-        lock = threading.Lock()
-
-        def one_done(_: object) -> None:
-            nonlocal left
-            with lock:
-                left -= 1
-                last = left == 0
-            if last:
-                load.whole = [not future.exception() and future.result() for future in futures]
-                self._tell(load)
-
-        futures = [
-            self.disk.read(name, self._buffers(blocks, self._num_bytes(name)))
-            for name, blocks in zip(load.names, load.blocks, strict=True)
-        ]
-        for future in futures:
-            future.add_done_callback(one_done)
 
     def _tell(self, what: str | Load) -> None:
         self._done.put(what)
         self._wake.set()
-
-    def _take_loaded(self, load: Load) -> None:
-        load.finished = True
-        if load.unwanted:
-            self._abandoned.remove(load)
-        for name, blocks, whole in zip(load.names, load.blocks, load.whole, strict=True):
-            if not whole or name in load.revoked or name in self.host:
-                self.host.release(blocks)
-                continue
-            self._counters.num_disk_hits += 1
-            self.host.put(name, blocks)
-            if not load.unwanted:
-                load.held += self.host.hold(name)
-
-    def _ends(self, keys: Sequence[bytes], cache: PrefixCache) -> list[int]:
-        """Numbers of pages after which a sequence could start, only those that need the disk."""
-        assert self.disk is not None
-        ends, from_disk = [], False
-        for i, key in enumerate(keys):
-            page, snapshot = cache.find(key)
-            if page is None and page_name(key) not in self.host:
-                if page_name(key) not in self.disk:
-                    break
-                from_disk = True
-            if not cache.needs_snapshot:
-                ends += [i + 1] if from_disk else []
-            elif snapshot is not None or rings_name(key) in self.host:
-                ends = [*ends, i + 1] if from_disk else []  # what is here already needs no disk
-            elif rings_name(key) in self.disk:
-                ends.append(i + 1)
-        return ends
-
-    def _missing(self, keys: Sequence[bytes], cache: PrefixCache) -> list[str]:
-        names = [
-            page_name(key)
-            for key in keys
-            if cache.find(key)[0] is None and page_name(key) not in self.host
-        ]
-        last = rings_name(keys[-1])
-        if cache.needs_snapshot and cache.find(keys[-1])[1] is None and last not in self.host:
-            names.append(last)
-        return names
-
-    def _num_blocks(self, name: str) -> int:
-        return 1 if name.endswith(".page") else self._rings_blocks
-
-    def _num_bytes(self, name: str) -> int:
-        return self._page_bytes if name.endswith(".page") else self._rings_bytes

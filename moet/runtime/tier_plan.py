@@ -11,7 +11,7 @@ from moet.errors import ConfigError
 from moet.models.base import KVCacheSpec
 from moet.runtime.kv_cache import resume_bytes
 from moet.runtime.kv_disk import Buffers, DiskStore, fingerprint
-from moet.runtime.kv_host import HostTier
+from moet.runtime.kv_host import HostTier, ObjectSizes
 from moet.runtime.kv_tiers import KVTiers
 from moet.runtime.metrics import Counters
 
@@ -68,8 +68,7 @@ def open_tiers(
     return KVTiers(
         HostTier(first_block, num_blocks),
         disk,
-        page_bytes=spec.bytes_per_page,
-        rings_bytes=resume_bytes(spec),
+        ObjectSizes(spec.bytes_per_page, resume_bytes(spec)),
         buffers=buffers,
         counters=counters,
     )

@@ -233,11 +233,10 @@ def test_others_go_on_while_one_reads_from_disk(tmp_path: Path) -> None:
     _answer(core, "a", SESSION)
     core.shutdown()
     core = make_core(disk=(tmp_path, BUDGET))
-    tiers = core._scheduler.memory.tiers
-    assert tiers is not None
-    kept, tiers._tell = tiers._tell, lambda what: None  # type: ignore[method-assign]
-    held: list[object] = []
-    tiers._tell = held.append  # type: ignore[method-assign, assignment]
+    loads = core._scheduler.memory.tiers.loads  # type: ignore[union-attr]
+    assert loads is not None
+    tell, held = loads._tell, []
+    loads._tell = held.append
     core.submit(request("slow", SESSION))
     core.submit(request("quick", [1, 2, 3], max_tokens=3))
     ended: list[str] = []
@@ -245,9 +244,8 @@ def test_others_go_on_while_one_reads_from_disk(tmp_path: Path) -> None:
         ended += [e.request_id for e in core.step() if e.finish_reason is not None]
         core.check()
     assert ended == ["quick"]
-    for what in held:
-        kept(what)  # type: ignore[arg-type]
-    tiers._tell = kept  # type: ignore[method-assign]
+    for load in held:
+        tell(load)
     events = drain(core)["slow"]
     assert events[0].num_cached_tokens == 88
     core.shutdown()
