@@ -46,6 +46,10 @@ class FakeModel:
     tokens. `nan_token` as the last token of a row makes its logits NaN; `fault` may raise. A pass
     over more rows than there is `room` for, or with the `unroomy_token`, raises CapacityError when
     most of its state is written.
+
+    With num_spec_tokens it drafts: it reads the tokens so far from its own pages, so that a wrong
+    or stale entry shows, and says what it would say itself with the chance draft_rate; otherwise a
+    token further on.
     """
 
     def __init__(
@@ -60,6 +64,8 @@ class FakeModel:
         fault: Callable[[ForwardInput], None] = lambda inputs: None,
         room: Callable[[int], bool] = lambda num_rows: True,
         unroomy_token: int | None = None,
+        num_spec_tokens: int = 0,
+        draft_rate: float = 1.0,
     ) -> None:
         self.vocab_size = vocab_size
         self.page_size = page_size
@@ -70,7 +76,10 @@ class FakeModel:
         self.fault = fault
         self.room = room
         self.unroomy_token = unroomy_token
+        self.num_spec_tokens = num_spec_tokens
+        self.draft_rate = draft_rate
         self.num_refused = 0
+        self.num_torn = 0  # draft rows that found others' or stale tokens in the pages
         self.batches: list[tuple[int, ...]] = []  # rows of each sequence, per step
         self.inputs: list[ForwardInput] = []
 
@@ -80,10 +89,50 @@ class FakeModel:
             KVGroup("values", "paged", (0, 1), page, page * 16),
             KVGroup("closed", "paged", (1,), 1, 8),
         ]
+        if self.num_spec_tokens:
+            groups.append(KVGroup("drafts", "paged", (2,), page, page * 24))
         if self.resumable:
-            groups.append(KVGroup("window", "ring", (0,), self.window, self.window * 16, True))
-            groups.append(KVGroup("open", "ring", (1,), page, page * 16))
+            ring = self.ring_size
+            groups.append(KVGroup("window", "ring", (0,), ring, ring * 16, True))
+            opened = page + self.num_spec_tokens
+            groups.append(KVGroup("open", "ring", (1,), opened, opened * 16))
         return KVCacheSpec(page, tuple(groups))
+
+    @property
+    def ring_size(self) -> int:
+        return self.window + self.num_spec_tokens
+
+    def draft(
+        self, inputs: ForwardInput, hidden_states: Tensor, kv: KVTensors, experts: object
+    ) -> ModelOutput:
+        size, borders = self.page_size, inputs.cu_seqlens_q
+        wanted, rows = inputs.logits_indices.tolist(), []
+        state = kv["drafts"].numpy().view(np.uint64)[0]
+        for i in range(len(inputs.seq_lens)):
+            pages = inputs.page_table[i].tolist()
+            for row in range(borders[i], borders[i + 1]):
+                position = int(inputs.positions[row])
+                own, following = int(hidden_states[row]), int(inputs.token_ids[row])
+                assert pages[position // size] >= 0
+                entries = state[pages[position // size]].reshape(size, 3)
+                entries[position % size] = position, own, following
+                if row in wanted:
+                    rows.append(self._draft_row(state, pages, position))
+        if not self.room(borders[-1]):
+            raise CapacityError(f"no room for {borders[-1]} rows")
+        logits = np.stack(rows) if rows else np.zeros((0, self.vocab_size), dtype=np.float32)
+        return ModelOutput(torch.from_numpy(logits), inputs.token_ids[:, None].float())
+
+    def _draft_row(self, state: np.ndarray, pages: list[int], position: int) -> np.ndarray:
+        size = self.page_size
+        entries = state[pages[: position // size + 1]].reshape(-1, 3)[: position + 1].tolist()
+        for n, (place, own, _) in enumerate(entries):
+            before = entries[n - 1][2] if n and n % size else own
+            self.num_torn += place != n or before != own
+        tokens = [own for _, own, _ in entries] + [entries[-1][2]]
+        logits = expected_logits(tokens, self)[-1]
+        right = mix(*tokens) % 1000 < self.draft_rate * 1000
+        return logits if right else np.roll(logits, 1)
 
     def forward(self, inputs: ForwardInput, kv: KVTensors, experts: object) -> ModelOutput:
         self.inputs.append(inputs)
@@ -120,8 +169,8 @@ class FakeModel:
         values = state["values"]
         back = range(max(0, position - self.window + 1), position)
         if self.resumable:
-            ring = state["window"][0, slot].reshape(self.window, 2)
-            recent = [int(x) for p in back for x in ring[p % self.window]]
+            ring = state["window"][0, slot].reshape(self.ring_size, 2)
+            recent = [int(x) for p in back for x in ring[p % self.ring_size]]
         else:
             recent = []
             for p in back:
@@ -129,13 +178,15 @@ class FakeModel:
                 recent += [int(entry[0]), int(entry[1])]
         value = mix(token, position, *recent)
         if self.resumable:
-            ring[position % self.window] = position, value
-            opened = state["open"][0, slot].reshape(size, 2)
-            opened[position % size] = position, value
+            ring[position % self.ring_size] = position, value
+            opened = state["open"][0, slot].reshape(-1, 2)
+            opened[position % len(opened)] = position, value
         for layer in (0, 1):
             values[layer, page].reshape(size, 2)[position % size] = position, value ^ layer
         if (position + 1) % size == 0:
-            source = opened if self.resumable else values[0, page].reshape(size, 2)
+            source = values[0, page].reshape(size, 2)
+            if self.resumable:
+                source = opened[np.arange(position + 1 - size, position + 1) % len(opened)]
             state["closed"][0, page] = mix(*[int(x) for x in source.reshape(-1)])
         used = pages[: position // size + 1]
         entries = values[:, used].reshape(2, -1, 2)[:, : position + 1]
@@ -204,13 +255,14 @@ def make_core(
     cache = CacheConfig(
         budget_bytes=num_pages * spec.bytes_per_page,
         host_budget_bytes=num_host_blocks * spec.bytes_per_page,
-        snapshot_budget_bytes=num_snapshots * model.window * 16,
+        snapshot_budget_bytes=num_snapshots * (model.window + model.num_spec_tokens) * 16,
         prefix_cache=prefix_cache,  # type: ignore[arg-type]
         host_cache_bytes=host_cache_blocks * spec.bytes_per_page,
         disk_cache_folder=None if disk is None else str(disk[0]),
         disk_cache_bytes=0 if disk is None else disk[1],
     )
     scheduler.setdefault("overlap", False)
+    scheduler.setdefault("num_spec_tokens", model.num_spec_tokens)
     scheduler.setdefault("prefill_share", 1.0)  # no chunk depends on measured time
     return EngineCore(
         model,

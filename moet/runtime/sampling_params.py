@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TypeGuard
 
+from moet.config import MAX_SPEC_TOKENS
 from moet.errors import RequestError
 from moet.types import SamplingParams, ThinkingBudget
 
@@ -78,6 +79,8 @@ def _check_lengths(params: SamplingParams, max_model_len: int) -> None:
     limit, field = max_model_len, f"the window of {max_model_len} tokens"
     if params.max_tokens is not None and params.max_tokens < limit:
         limit, field = params.max_tokens, f"max_tokens {params.max_tokens}"
+    if params.spec_tokens is not None:
+        _integer(params, "spec_tokens", 0, MAX_SPEC_TOKENS)
     if _integer(params, "min_tokens", 0, 2**63 - 1) > limit:
         message = f"min_tokens is {params.min_tokens}, more than {field}; lower it"
         raise RequestError(message, param="min_tokens")

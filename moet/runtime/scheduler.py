@@ -181,8 +181,11 @@ class Scheduler:
             self._has_waited = bool(pending) and not self._has_waited
             if self._has_waited:
                 ready = [seq for seq in ready if not seq.num_spec_tokens]
-        # The last token that is wanted needs no row.
-        return [(s, min(len(s.proposals), s.max_len - 2 - s.num_computed)) for s in ready]
+        return [(seq, self._num_drafts(seq)) for seq in ready]
+
+    def _num_drafts(self, seq: Sequence) -> int:
+        """Drafts in the next step of a sequence that decodes; its last token needs no row."""
+        return min(len(seq.proposals), seq.max_len - 2 - seq.num_computed)
 
     def _num_to_draft(self, seq: Sequence, end: int) -> int:
         """Tokens to propose behind rows that end at `end` at the most."""
@@ -270,7 +273,8 @@ class Scheduler:
         return seq.arrival, self.memory.num_releases
 
     def _tokens_to_place(self, seq: Sequence) -> int:
-        return min(seq.num_scheduled + self.lookahead_tokens, seq.max_len)
+        num_tokens = seq.num_scheduled + len(seq.proposals) + self.lookahead_tokens
+        return min(num_tokens, seq.max_len)
 
     def _admit(
         self, budget: int, rows: list[Row], num_decoding: int, better_than: int | None
@@ -312,6 +316,12 @@ class Scheduler:
 
     def _prefill(self, seq: Sequence, budget: int, rows: list[Row], num_decoding: int) -> int:
         """Add a chunk of at most `budget` rows, ending at a page border or a stop; its size."""
+        if seq.is_decoding and seq.proposals:  # it was away, and so were its drafts
+            num_drafts = self._num_drafts(seq)
+            if budget < 1 + num_drafts:
+                return 0
+            rows.append(self._row(seq, seq.num_computed + 1 + num_drafts, num_drafts))
+            return 1 + num_drafts
         start, stop = seq.num_computed, self.memory.next_stop(seq)
         if seq.wants_prompt_logprobs and start < seq.prompt_len:
             if any(row.first_logprob >= 0 for row in rows):
