@@ -31,63 +31,48 @@ class Tiles:
     num_warps: int
 
 
-TILES = {"sm90a": Tiles(64, 64, 8), "sm120a": Tiles(32, 32, 8)}
+TILES = {"sm90a": Tiles(32, 32, 8), "sm120a": Tiles(32, 32, 8)}
 
 
 @triton.jit
-def load_rows(
-    pages, page, place, valid, PAGE_BYTES, ENTRIES, DIM: tl.constexpr, ROPE: tl.constexpr
-):
-    """Rows of cache.Fp8Rows as bf16, exact: [keys, DIM]; zero where not valid."""
+def load_rows(pages, data_at, scales_at, valid, DIM: tl.constexpr, ROPE: tl.constexpr):
+    """Rows of cache.Fp8Rows as bf16, exact; zero where not valid.
+
+    data_at, scales_at: [keys] int64, bytes from `pages` on to a row's data and to its scales.
+    Returns [keys, DIM], zero from the rotated part on, and the rotated part [keys, ROPE].
+    """
     NOPE: tl.constexpr = DIM - ROPE
-    DATA: tl.constexpr = NOPE + 2 * ROPE
-    SCALE_BYTES: tl.constexpr = (NOPE // 64 + 7) // 8 * 8
     BLOCKS: tl.constexpr = DIM // 64
     KEYS: tl.constexpr = valid.shape[0]
-    base = pages + page * PAGE_BYTES
     b = tl.arange(0, BLOCKS)
     d = b[:, None] * 64 + tl.arange(0, 64)[None, :]
-    data = (base + place * DATA)[:, None, None] + d[None, :, :]
-    is_nope = (d < NOPE)[None, :, :]
-    inside = valid[:, None, None]
-    code = tl.load(data, mask=inside & is_nope, other=0)
+    inside = valid[:, None] & (b < NOPE // 64)[None, :]
+    data = pages + data_at
+    code = tl.load(data[:, None, None] + d[None, :, :], mask=inside[:, :, None], other=0)
     value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    scales = (base + ENTRIES * DATA + place * SCALE_BYTES)[:, None] + b[None, :]
-    byte = tl.load(scales, mask=valid[:, None] & (b < NOPE // 64)[None, :], other=127)
+    byte = tl.load((pages + scales_at)[:, None] + b[None, :], mask=inside, other=127)
     factor = (byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)
     value = (value * factor[:, :, None]).to(tl.bfloat16)
-    rope = (base + place * DATA + NOPE).to(tl.pointer_type(tl.bfloat16))
-    turned = tl.load(
-        rope[:, None, None] + (d - NOPE)[None, :, :],
-        mask=inside & (d >= NOPE)[None, :, :],
-        other=0.0,
-    )
-    return tl.reshape(tl.where(is_nope, value, turned), [KEYS, DIM])
+    rope = (data + NOPE).to(tl.pointer_type(tl.bfloat16))[:, None] + tl.arange(0, ROPE)[None, :]
+    return tl.reshape(value, [KEYS, DIM]), tl.load(rope, mask=valid[:, None], other=0.0)
 
 
 @triton.jit
-def add_tile(q, k, valid, scale, top, total, acc):
-    """Online softmax (in powers of two) over one tile of keys that are their own values."""
-    logits = tl.dot(q, tl.trans(k)) * scale
-    logits = tl.where(valid[None, :], logits, float("-inf"))
-    new_top = tl.maximum(top, tl.max(logits, 1))
-    factor = tl.exp2(top - new_top)
-    share = tl.exp2(logits - new_top[:, None])
-    total = total * factor + tl.sum(share, 1)
-    acc = tl.dot(share.to(tl.bfloat16), k, acc * factor[:, None])
-    return new_top, total, acc
-
-
-@triton.jit
-def finish(top, total, acc, sink, cos, sin, DTYPE: tl.constexpr):
-    """Divide, the sink in the sum, and rotate back. Rounds before and after the rotation."""
+def finish(top, total, acc, sink, DTYPE: tl.constexpr):
+    """Divide, with the sink in the sum. Rounds."""
     shift = tl.maximum(top, sink)
     factor = tl.exp2(top - shift)
-    o = acc * (factor / (total * factor + tl.exp2(sink - shift)))[:, None]
-    return rotate_pairs(o.to(DTYPE).to(tl.float32), cos, -sin).to(DTYPE)
+    return (acc * (factor / (total * factor + tl.exp2(sink - shift)))[:, None]).to(DTYPE)
 
 
 @triton.jit
+def load_angles(cos_ptr, sin_ptr, row, ROPE: tl.constexpr):
+    """cos and sin of a row's pairs, [1, ROPE / 2] each."""
+    at = row * (ROPE // 2) + tl.arange(0, ROPE // 2)
+    return tl.load(cos_ptr + at)[None, :], tl.load(sin_ptr + at)[None, :]
+
+
+@triton.jit(do_not_specialize=["CHUNK_ENTRIES"])
 def attend(
     q_ptr,
     sink_ptr,
@@ -128,67 +113,87 @@ def attend(
     split = tl.program_id(1)
     h = tl.program_id(2) * HB + tl.arange(0, HB)
     d = tl.arange(0, DIM)
+    r = tl.arange(0, ROPE)
     at = (row * HEADS + h)[:, None] * DIM + d[None, :]
+    turned_at = (row * HEADS + h)[:, None] * DIM + (DIM - ROPE + r)[None, :]
     real = (h < HEADS)[:, None]
     p = tl.load(positions + row)
     visible = (p + 1) // RATIO if RATIO > 0 else 0
     if TOP_K > 0:
         visible = tl.minimum(visible, TOP_K)
+    # Keys of a row: the tokens of its window, then its entries.
+    oldest = tl.maximum(p - WINDOW + 1, 0)
+    num_tokens = p + 1 - oldest
     first = 0
-    last = visible
+    last = num_tokens + visible
     if SPLIT > 0:
-        first = (split - 1) * SPLIT
-        last = tl.minimum(visible, split * SPLIT)
-    if (p >= 0) & ((split == 0) | (first < last)):
-        q = tl.load(q_ptr + at, mask=real, other=0.0).to(tl.bfloat16)
+        first = tl.where(split == 0, 0, num_tokens + (split - 1) * SPLIT)
+        last = tl.where(split == 0, num_tokens, tl.minimum(last, first + SPLIT))
+    if (p >= 0) & (first < last):
+        plain = real & (d < DIM - ROPE)[None, :]
+        q = tl.load(q_ptr + at, mask=plain, other=0.0).to(tl.bfloat16)
+        q_turned = tl.load(q_ptr + turned_at, mask=real, other=0.0).to(tl.bfloat16)
         top = tl.full([HB], float("-inf"), tl.float32)
         total = tl.zeros([HB], tl.float32)
         acc = tl.zeros([HB, DIM], tl.float32)
-        i = tl.arange(0, KEYS)
-        if split == 0:
-            start = tl.load(starts + row)
-            slot = tl.load(seq_slots + row)
-            oldest = tl.maximum(p - WINDOW + 1, 0)
-            old_end = p + 1
+        acc_turned = tl.zeros([HB, ROPE], tl.float32)
+        start = tl.load(starts + row)
+        ring = tl.load(seq_slots + row) * RING_BYTES
+        table = page_table + tl.load(page_rows + row) * table_stride
+        DATA: tl.constexpr = DIM + ROPE
+        SCALE_BYTES: tl.constexpr = ((DIM - ROPE) // 64 + 7) // 8 * 8
+        for first_key in range(first, last, KEYS):
+            key = first_key + tl.arange(0, KEYS)
+            valid = key < last
+            token = oldest + key
+            place = token % RING
+            data_at = ring + place * DATA
+            scales_at = ring + RING * DATA + place * SCALE_BYTES
             if HAS_CHUNK:
-                old_end = start
-            for token0 in range(oldest, old_end, KEYS):
-                token = token0 + i
-                valid = token < old_end
-                k = load_rows(window, slot, token % RING, valid, RING_BYTES, RING, DIM, ROPE)
-                top, total, acc = add_tile(q, k, valid, scale, top, total, acc)
-            if HAS_CHUNK:
-                for token0 in range(tl.maximum(oldest, start), p + 1, KEYS):
-                    token = token0 + i
-                    valid = token <= p
-                    k = load_rows(
-                        chunk, row * 0, row + token - p, valid, 0, CHUNK_ENTRIES, DIM, ROPE
-                    )
-                    top, total, acc = add_tile(q, k, valid, scale, top, total, acc)
-        if RATIO > 0:  # noqa: SIM102 - decided at compile time, the inner one is not
-            if (SPLIT == 0) | (split > 0):
-                table = page_table + tl.load(page_rows + row) * table_stride
-                for entry0 in range(first, last, KEYS):
-                    place = entry0 + i
-                    valid = place < last
-                    if TOP_K > 0:
-                        place = tl.load(selected + row * TOP_K + place, mask=valid, other=0)
-                    page = tl.load(table + place // ENTRIES, mask=valid, other=0)
-                    k = load_rows(
-                        entries, page, place % ENTRIES, valid, PAGE_BYTES, ENTRIES, DIM, ROPE
-                    )
-                    top, total, acc = add_tile(q, k, valid, scale, top, total, acc)
+                base = chunk.to(tl.int64) - window.to(tl.int64)
+                own = row + token - p
+                fresh = token >= start
+                data_at = tl.where(fresh, base + own * DATA, data_at)
+                own_scales = base + CHUNK_ENTRIES * DATA + own * SCALE_BYTES
+                scales_at = tl.where(fresh, own_scales, scales_at)
+            if RATIO > 0:
+                is_entry = key >= num_tokens
+                entry = key - num_tokens
+                if TOP_K > 0:
+                    wanted = selected + row * TOP_K + entry
+                    entry = tl.load(wanted, mask=valid & is_entry, other=0)
+                page = tl.load(table + entry // ENTRIES, mask=valid & is_entry, other=0)
+                base = entries.to(tl.int64) - window.to(tl.int64) + page * PAGE_BYTES
+                place = entry % ENTRIES
+                data_at = tl.where(is_entry, base + place * DATA, data_at)
+                entry_scales = base + ENTRIES * DATA + place * SCALE_BYTES
+                scales_at = tl.where(is_entry, entry_scales, scales_at)
+            k, turned = load_rows(window, data_at, scales_at, valid, DIM, ROPE)
+            logits = tl.dot(q_turned, tl.trans(turned), tl.dot(q, tl.trans(k))) * scale
+            logits = tl.where(valid[None, :], logits, float("-inf"))
+            new_top = tl.maximum(top, tl.max(logits, 1))
+            factor = tl.exp2(top - new_top)
+            share = tl.exp2(logits - new_top[:, None])
+            total = total * factor + tl.sum(share, 1)
+            share = share.to(tl.bfloat16)
+            acc = tl.dot(share, k, acc * factor[:, None])
+            acc_turned = tl.dot(share, turned, acc_turned * factor[:, None])
+            top = new_top
         if SPLIT > 0:
-            part = row * tl.num_programs(1) + split
-            tl.store(part_acc + (part * HEADS + h)[:, None] * DIM + d[None, :], acc, mask=real)
-            tl.store(part_sum + (part * HEADS + h) * 2, top, mask=h < HEADS)
-            tl.store(part_sum + (part * HEADS + h) * 2 + 1, total, mask=h < HEADS)
+            part = (row * tl.num_programs(1) + split) * HEADS + h
+            parts = part_acc + part[:, None] * DIM
+            tl.store(parts + d[None, :], acc, mask=plain)
+            tl.store(parts + (DIM - ROPE + r)[None, :], acc_turned, mask=real)
+            tl.store(part_sum + part * 2, top, mask=h < HEADS)
+            tl.store(part_sum + part * 2 + 1, total, mask=h < HEADS)
         else:
+            dtype: tl.constexpr = out.dtype.element_ty
             sink = tl.load(sink_ptr + h, mask=h < HEADS, other=0.0) * 1.4426950408889634
-            cos, sin = load_rotation(cos_ptr, sin_ptr, row, DIM, ROPE)
-            tl.store(
-                out + at, finish(top, total, acc, sink, cos, sin, out.dtype.element_ty), mask=real
-            )
+            cos, sin = load_angles(cos_ptr, sin_ptr, row, ROPE)
+            tl.store(out + at, finish(top, total, acc, sink, dtype), mask=plain)
+            turned = finish(top, total, acc_turned, sink, dtype).to(tl.float32)
+            turned = rotate_pairs(turned, cos, -sin)
+            tl.store(out + turned_at, turned.to(dtype), mask=real)
 
 
 @triton.jit
@@ -234,7 +239,8 @@ def join(
             top = new_top
         sink = tl.load(sink_ptr + h, mask=h < HEADS, other=0.0) * 1.4426950408889634
         cos, sin = load_rotation(cos_ptr, sin_ptr, row, DIM, ROPE)
-        o = finish(top, total, acc, sink, cos, sin, out.dtype.element_ty)
+        o = finish(top, total, acc, sink, out.dtype.element_ty).to(tl.float32)
+        o = rotate_pairs(o, cos, -sin).to(out.dtype.element_ty)
         tl.store(out + (row * HEADS + h)[:, None] * DIM + d[None, :], o, mask=real)
     else:
         nothing = tl.zeros([HB, DIM], out.dtype.element_ty)

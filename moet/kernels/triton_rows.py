@@ -81,7 +81,7 @@ def write_fp8(
         store_fp8_row(x, pages, slot, PAGE_BYTES, ENTRIES, DIM, ROPE, SCALE_BYTES)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["SOURCE_ENTRIES"])
 def copy_fp8(
     source,
     target,

@@ -1,0 +1,163 @@
+"""One call of every Triton op at the released model's shapes, as a step of few rows makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from moet.kernels import (
+    triton_attention,
+    triton_compressor,
+    triton_hyper_connection,
+    triton_indexer,
+    triton_rows,
+)
+from moet.kernels.cache import Cache, Fp8Rows, Mxfp4Rows, PlainRows
+from moet.kernels.rope import rope_cos_sin
+from moet.kernels.rows import Rows
+from moet.models.deepseek_v4_cache import PAGE_SIZE
+
+DIM, HEADS, RANK, WIDTH, ROPE, INDEX_HEADS, INDEX_DIM = 4096, 64, 1024, 512, 64, 64, 128
+TOP_K, WINDOW = 512, 128
+HC = {"norm_eps": 1e-6, "hc_eps": 1e-6}
+
+
+class Released:
+    """Tensors of one step: num_rows sequences of one row, or one chunk of as many rows."""
+
+    def __init__(
+        self, num_rows: int, context: int, device: torch.device, *, chunk: bool = False
+    ) -> None:
+        self.n, self.device, self.is_chunk = num_rows, device, chunk
+        num_seqs = 1 if chunk else num_rows
+        pages = -(-context // PAGE_SIZE)
+        table = torch.randperm(num_seqs * pages, device=device).view(num_seqs, pages)
+        row = torch.arange(num_rows, device=device)
+        if chunk:
+            positions = context - num_rows + row
+            starts, ends = torch.full_like(row, context - num_rows), torch.full_like(row, context)
+            seq = torch.zeros_like(row)
+        else:
+            positions = torch.full_like(row, context - 1)
+            starts, ends, seq = positions, positions + 1, row
+        self.rows = Rows(positions, starts, ends, seq, seq, table, PAGE_SIZE, not chunk)
+        self.cos_sin = rope_cos_sin(positions, torch.rand(ROPE // 2, device=device))
+        self.num_seqs, self.num_pages = num_seqs, num_seqs * pages
+
+    def bf16(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, device=self.device, dtype=torch.bfloat16)
+
+    def fp32(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, device=self.device)
+
+    def cache(self, form: Fp8Rows | Mxfp4Rows | PlainRows, num: int) -> Cache:
+        pages = torch.zeros(num, form.page_bytes, dtype=torch.uint8, device=self.device)
+        return Cache(pages, form)
+
+    def kv(self, entries: int, num: int) -> Cache:
+        return self.cache(Fp8Rows(WIDTH - ROPE, ROPE, entries), num)
+
+    def ops(self) -> dict[str, Callable[[], object]]:
+        return {
+            **self._streams(),
+            **self._writes(),
+            **self._compressors(),
+            **self._index(),
+            **self._attention(),
+        }
+
+    def _streams(self) -> dict[str, Callable[[], object]]:
+        x, y = self.bf16(self.n, 4, DIM), self.bf16(self.n, DIM)
+        site = self.fp32(24, 4 * DIM), self.fp32(24), self.fp32(3), self.fp32(DIM)
+        head = self.fp32(4, 4 * DIM), self.fp32(4), self.fp32(1), self.fp32(DIM)
+        post, mix = self.fp32(self.n, 4), self.fp32(self.n, 4, 4)
+        hc = triton_hyper_connection
+        return {
+            "hc_enter": lambda: hc.hc_enter(x, *site, **HC, num_iters=20),
+            "hc_pass": lambda: hc.hc_pass(y, x, post, mix, *site, **HC, num_iters=20),
+            "hc_post": lambda: hc.hc_post(y, x, post, mix),
+            "hc_head_norm": lambda: hc.hc_head_norm(x, *head, **HC),
+        }
+
+    def _writes(self) -> dict[str, Callable[[], object]]:
+        qr_kv, weight = self.bf16(self.n, RANK + WIDTH), self.fp32(RANK)
+        q = self.bf16(self.n, HEADS * WIDTH + INDEX_HEADS * INDEX_DIM)[:, : HEADS * WIDTH]
+        kv = qr_kv[:, RANK:]
+        ring, scratch = self.kv(WINDOW + 2, self.num_seqs), self.kv(self.n, 1)
+        slots = self.rows.ring_slots(WINDOW + 2)
+        rows = triton_rows
+        return {
+            "rms_norm": lambda: rows.rms_norm(qr_kv[:, :RANK], weight, eps=1e-6),
+            "norm_rope_heads": lambda: rows.norm_rope_heads(
+                q, *self.cos_sin, num_heads=HEADS, eps=1e-6
+            ),
+            "write_kv": lambda: rows.write_kv(
+                kv, weight[:WIDTH], *self.cos_sin, ring, slots, eps=1e-6
+            ),
+            "copy_entries": lambda: rows.copy_entries(scratch, ring, slots),
+        }
+
+    def _compressors(self) -> dict[str, Callable[[], object]]:
+        found: dict[str, Callable[[], object]] = {}
+        for name, ratio, width in (("csa", 4, 512), ("index", 4, 128), ("hca", 128, 512)):
+            channels = width * (2 if ratio == 4 else 1)
+            mxfp4 = name == "index"
+            form = Mxfp4Rows(width, 64) if mxfp4 else Fp8Rows(width - ROPE, ROPE, 256 // ratio)
+            args = (
+                self.fp32(self.n, 2 * channels + 64)[:, : 2 * channels],
+                self.fp32(ratio, channels),
+                self.fp32(width),
+                *self.cos_sin,
+                self.cache(
+                    PlainRows(2 * channels, 2 * ratio + 2, torch.float32)
+                    if ratio == 4
+                    else PlainRows(2 * channels, ratio + 2, torch.float32),
+                    self.num_seqs,
+                ),
+                self.cache(form, self.num_pages),
+                self.rows,
+            )
+            settings = {"overlapped": ratio == 4, "rotate": mxfp4, "eps": 1e-6}
+            found[f"compress_{name}"] = lambda args=args, settings=settings: (
+                triton_compressor.compress(*args, **settings, dtype=torch.bfloat16)
+            )
+        return found
+
+    def _index(self) -> dict[str, Callable[[], object]]:
+        q = self.bf16(self.n, INDEX_HEADS * INDEX_DIM)
+        query = self.bf16(self.n, INDEX_HEADS, INDEX_DIM)
+        weights = self.fp32(self.n, INDEX_HEADS)
+        keys = self.cache(Mxfp4Rows(INDEX_DIM, 64), self.num_pages)
+        return {
+            "index_query": lambda: triton_indexer.index_query(
+                q, *self.cos_sin, num_heads=INDEX_HEADS, quantised=True
+            ),
+            "index_select": lambda: triton_indexer.index_select(
+                query, weights, keys, self.rows, ratio=4, top_k=TOP_K
+            ),
+        }
+
+    def _attention(self) -> dict[str, Callable[[], object]]:
+        q, sink = self.bf16(self.n, HEADS, WIDTH), self.fp32(HEADS)
+        ring = self.kv(WINDOW + 2, self.num_seqs)
+        chunk = self.kv(self.n, 1) if self.is_chunk else None
+        visible = int(self.rows.visible(4).min())
+        chosen = torch.arange(TOP_K, device=self.device, dtype=torch.int32) * max(
+            1, visible // TOP_K
+        )
+        chosen = torch.where(chosen < visible, chosen, -1).expand(self.n, -1).contiguous()
+        settings = {"scale": WIDTH**-0.5, "sliding_window": WINDOW}
+        attend = triton_attention.window_attention
+
+        def call(entries: Cache | None, selected: Tensor | None, ratio: int) -> object:
+            state = (sink, ring, chunk, entries, selected)
+            return attend(q, *state, *self.cos_sin, self.rows, **settings, ratio=ratio)
+
+        csa, hca = self.kv(64, self.num_pages), self.kv(2, self.num_pages)
+        return {
+            "attention_csa": lambda: call(csa, chosen, 4),
+            "attention_window": lambda: call(None, None, 0),
+            "attention_hca": lambda: call(hca, None, 128),
+        }

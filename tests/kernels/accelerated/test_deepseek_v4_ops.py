@@ -1,0 +1,293 @@
+"""Every Triton op of a V4 layer against its reference: empty, single, verify and chunk steps,
+window wrap, page borders, fill rows; and rows alone against rows in company, bit for bit."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from moet.kernels import (
+    triton_attention,
+    triton_compressor,
+    triton_hyper_connection,
+    triton_indexer,
+    triton_rows,
+)
+from moet.kernels.attention import window_attention
+from moet.kernels.cache import Cache, Fp8Rows, Mxfp4Rows, PlainRows, copy_entries, write_kv
+from moet.kernels.compressor import compress
+from moet.kernels.hyper_connection import hc_enter, hc_head_norm, hc_pass, hc_post
+from moet.kernels.indexer import index_query, index_select
+from moet.kernels.norm import rms_norm
+from moet.kernels.rope import norm_rope_heads, rope_cos_sin, rope_frequencies
+from moet.kernels.rows import Rows
+from tests.kernels.accelerated.conftest import INTERPRETED
+from tests.kernels.accelerated.world import (
+    CHUNKS,
+    STEPS,
+    assert_close_but_for_steps,
+    make_rows,
+    paged,
+    ringed,
+    twin,
+    values,
+)
+
+EPS = 1e-6
+NOPE, ROPE, DIM = 64, 64, 128  # of a KV row; released: 448, 64, 512
+SIZES = [0, 1, 3, 8, 17]
+FEW = [0, 1, 3] if INTERPRETED else SIZES  # of what takes the interpreter long
+STEP_NAMES = [*STEPS, "chunks"]
+LONG = ["three", "chunks"] if INTERPRETED else STEP_NAMES
+
+
+def step(name: str, device: torch.device) -> Rows:
+    if name == "chunks":
+        return make_rows(CHUNKS, short=False, device=device)
+    return make_rows(STEPS[name], short=True, device=device, fill=2 if name == "decode" else 0)
+
+
+def randn(*shape: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*shape, device=device).to(dtype)
+
+
+def angles(positions: Tensor) -> tuple[Tensor, Tensor]:
+    return rope_cos_sin(positions, rope_frequencies(ROPE, 1e4).to(positions.device))
+
+
+def assert_close(got: Tensor, want: Tensor, tolerance: float) -> None:
+    assert got.shape == want.shape
+    assert got.dtype == want.dtype
+    if want.numel():
+        error = (got.float() - want.float()).abs().max()
+        assert error <= tolerance * want.float().abs().max(), float(error)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_rms_norm(n: int, device: torch.device) -> None:
+    x, weight = randn(n, 200, device=device), randn(96, device=device, dtype=torch.float32)
+    x = x[:, :96]  # rows of a wider product
+    for w in (weight, None):
+        got, want = triton_rows.rms_norm(x, w, eps=EPS), rms_norm(x, w, eps=EPS)
+        assert_close(got, want, rms_norm.tolerance)
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("heads", [4, 16])
+def test_norm_rope_heads(n: int, heads: int, device: torch.device) -> None:
+    q = randn(n, heads * DIM + 32, device=device)[:, : heads * DIM]
+    cos_sin = angles(torch.arange(n, device=device) * 1003)
+    got = triton_rows.norm_rope_heads(q, *cos_sin, num_heads=heads, eps=EPS)
+    want = norm_rope_heads(q, *cos_sin, num_heads=heads, eps=EPS)
+    assert_close(got, want, norm_rope_heads.tolerance)
+
+
+@pytest.mark.parametrize("name", STEP_NAMES)
+def test_write_kv(name: str, device: torch.device) -> None:
+    rows = step(name, device)
+    n = len(rows.positions)
+    kv = randn(n, DIM + 64, device=device)[:, 64:] * 3
+    weight = randn(DIM, device=device, dtype=torch.float32)
+    got = ringed(Fp8Rows(NOPE, ROPE, 130), rows)
+    want, slots = twin(got), rows.ring_slots(130)
+    triton_rows.write_kv(kv, weight, *angles(rows.positions), got, slots, eps=EPS)
+    write_kv(kv, weight, *angles(rows.positions), want, slots, eps=EPS)
+    assert_close_but_for_steps(got, want, write_kv.tolerance)
+
+
+@pytest.mark.parametrize("name", STEP_NAMES)
+def test_copy_entries(name: str, device: torch.device) -> None:
+    rows = step(name, device)
+    got = ringed(Fp8Rows(NOPE, ROPE, 130), rows)
+    source = Cache(got.pages[:1].clone(), got.form)
+    want, slots = twin(got), rows.ring_slots(130)
+    triton_rows.copy_entries(source, got, slots)
+    copy_entries(source, want, slots)
+    assert torch.equal(values(got), values(want))
+
+
+def compression(
+    rows: Rows, ratio: int, *, rotate: bool, device: torch.device
+) -> tuple[tuple[Tensor, ...], Cache, Cache]:
+    channels = DIM * (2 if ratio == 4 else 1)
+    projected = randn(len(rows.positions), 2 * channels + 8, device=device, dtype=torch.float32)
+    tensors = (
+        projected[:, : 2 * channels],
+        randn(ratio, channels, device=device, dtype=torch.float32),
+        randn(DIM, device=device, dtype=torch.float32),
+        *angles(rows.positions // ratio * ratio),
+    )
+    state = PlainRows(2 * channels, (8 if ratio == 4 else 128) + 2, torch.float32)
+    form = Mxfp4Rows(DIM, 64) if rotate else Fp8Rows(NOPE, ROPE, 256 // ratio)
+    return tensors, ringed(state, rows), paged(form, rows)
+
+
+@pytest.mark.parametrize("name", STEP_NAMES)
+@pytest.mark.parametrize(("ratio", "rotate"), [(4, False), (4, True), (128, False)])
+def test_compress(name: str, ratio: int, rotate: bool, device: torch.device) -> None:
+    rows = step(name, device)
+    tensors, state, entries = compression(rows, ratio, rotate=rotate, device=device)
+    other_state, other_entries = twin(state), twin(entries)
+    settings = {"overlapped": ratio == 4, "rotate": rotate, "eps": EPS, "dtype": torch.bfloat16}
+    triton_compressor.compress(*tensors, state, entries, rows, **settings)
+    compress(*tensors, other_state, other_entries, rows, **settings)
+    assert torch.equal(values(state), values(other_state))
+    assert_close_but_for_steps(entries, other_entries, 2.0 if rotate else compress.tolerance)
+
+
+def index_inputs(rows: Rows, device: torch.device) -> tuple[Tensor, Tensor, Cache]:
+    n, heads = len(rows.positions), 8
+    q = index_query(
+        randn(n, heads * DIM, device=device),
+        *angles(rows.positions),
+        num_heads=heads,
+        quantised=True,
+    )
+    weights = randn(n, heads, device=device, dtype=torch.float32)
+    return q, weights, paged(Mxfp4Rows(DIM, 64), rows)
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("heads", [8, 32])
+def test_index_query(n: int, heads: int, device: torch.device) -> None:
+    q = randn(n, heads * DIM + 32, device=device)[:, 32:]
+    cos_sin = angles(torch.arange(n, device=device) * 77)
+    got = triton_indexer.index_query(q, *cos_sin, num_heads=heads, quantised=True)
+    want = index_query(q, *cos_sin, num_heads=heads, quantised=True)
+    assert got.shape == want.shape
+    if n:
+        assert (got != want).float().mean() < 0.01
+
+
+@pytest.mark.parametrize(
+    ("name", "chunk"), [*((name, 64) for name in LONG), *((name, 8192) for name in STEP_NAMES)]
+)
+def test_index_select(
+    name: str, chunk: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_indexer, "CHUNK", chunk)
+    rows = step(name, device)
+    q, weights, keys = index_inputs(rows, device)
+    got = triton_indexer.index_select(q, weights, keys, rows, ratio=4, top_k=32)
+    want = index_select(q, weights, keys, rows, ratio=4, top_k=32)
+    real = rows.positions >= 0
+    assert got.dtype == want.dtype
+    assert torch.equal(got[real], want[real])
+
+
+def test_equal_scores_choose_the_first_entries(device: torch.device) -> None:
+    rows = make_rows([(767, 768)], short=True, device=device)
+    q, weights, keys = index_inputs(rows, device)
+    for monkeyed in (weights * 0, weights * -0.0):
+        got = triton_indexer.index_select(q, monkeyed, keys, rows, ratio=4, top_k=32)
+        assert got[0].tolist() == list(range(32))
+
+
+@pytest.mark.parametrize(
+    ("name", "heads"), [*((name, 4) for name in STEP_NAMES), *((name, 64) for name in LONG)]
+)
+@pytest.mark.parametrize("kind", ["window", "csa", "hca"])
+def test_window_attention(name: str, kind: str, heads: int, device: torch.device) -> None:
+    rows = step(name, device)
+    ratio = {"window": 0, "csa": 4, "hca": 128}[kind]
+    n, window_size = len(rows.positions), 40
+    q = randn(n, heads, DIM, device=device)
+    sink = randn(heads, device=device, dtype=torch.float32)
+    window = ringed(Fp8Rows(NOPE, ROPE, window_size + 2), rows)
+    chunk = None
+    if not rows.short:
+        chunk = paged(window.form.with_entries(n), rows)
+        chunk = Cache(chunk.pages[:1], chunk.form)
+    entries = paged(Fp8Rows(NOPE, ROPE, 256 // ratio), rows) if ratio else None
+    selected = None
+    if kind == "csa":
+        selected = index_select(*index_inputs(rows, device), rows, ratio=4, top_k=32)
+    args = (q, sink, window, chunk, entries, selected, *angles(rows.positions), rows)
+    settings = {"scale": 1 / math.sqrt(DIM), "sliding_window": window_size, "ratio": ratio}
+    got = triton_attention.window_attention(*args, **settings)
+    want = window_attention(*args, **settings)
+    assert_close(got, want, window_attention.tolerance)
+    real = rows.positions >= 0
+    if rows.short:
+        assert (got[~real] == 0).all()
+
+
+def hc_site(n: int, rows_out: int, device: torch.device) -> tuple[Tensor, ...]:
+    streams = randn(n, 4, 256, device=device)
+    fn = randn(rows_out, 4 * 256, device=device, dtype=torch.float32) * 0.05
+    base = randn(rows_out, device=device, dtype=torch.float32)
+    scale = torch.tensor([1.0, 0.7, 1.3][: 3 if rows_out > 4 else 1], device=device)
+    weight = randn(256, device=device, dtype=torch.float32)
+    return streams, fn.t().contiguous().t(), base, scale, weight
+
+
+HC = {"norm_eps": EPS, "hc_eps": EPS, "num_iters": 20}
+
+
+@pytest.mark.parametrize("n", FEW)
+def test_hyper_connections(n: int, device: torch.device) -> None:
+    site = hc_site(n, 24, device)
+    got = triton_hyper_connection.hc_enter(*site, **HC)
+    want = hc_enter(*site, **HC)
+    for a, b in zip(got, want, strict=True):
+        assert_close(a, b, hc_enter.tolerance)
+    y, streams = randn(n, 256, device=device), site[0]
+    _, post, mix = want
+    got = triton_hyper_connection.hc_pass(y, streams, post, mix, *site[1:], **HC)
+    want = hc_pass(y, streams, post, mix, *site[1:], **HC)
+    for a, b in zip(got, want, strict=True):
+        assert_close(a, b, hc_pass.tolerance)
+    assert_close(
+        triton_hyper_connection.hc_post(y, streams, post, mix),
+        hc_post(y, streams, post, mix),
+        hc_post.tolerance,
+    )
+    head = hc_site(n, 4, device)
+    settings = {"norm_eps": EPS, "hc_eps": EPS}
+    assert_close(
+        triton_hyper_connection.hc_head_norm(*head, **settings),
+        hc_head_norm(*head, **settings),
+        hc_head_norm.tolerance,
+    )
+
+
+def test_rows_do_not_depend_on_company(device: torch.device) -> None:
+    many = 9 if INTERPRETED else 96  # more than one row a program
+    site = hc_site(many, 24, device)
+    whole = triton_hyper_connection.hc_enter(*site, **HC)
+    alone = triton_hyper_connection.hc_enter(site[0][7:8], *site[1:], **HC)
+    for a, b in zip(whole, alone, strict=True):
+        assert torch.equal(a[7:8], b)
+    rows = step("decode", device)
+    q, weights, keys = index_inputs(rows, device)
+    chosen = triton_indexer.index_select(q, weights, keys, rows, ratio=4, top_k=32)
+    window = ringed(Fp8Rows(NOPE, ROPE, 42), rows)
+    entries = paged(Fp8Rows(NOPE, ROPE, 64), rows)
+    heads = randn(len(q), 64, DIM, device=device)
+    sink = randn(64, device=device, dtype=torch.float32)
+    settings = {"scale": 0.1, "sliding_window": 40, "ratio": 4}
+
+    def attend(part: slice) -> Tensor:
+        some = Rows(
+            **{
+                name: getattr(rows, name)[part]
+                for name in ("positions", "starts", "ends", "seq_slots", "page_rows")
+            },
+            page_table=rows.page_table,
+            page_size=rows.page_size,
+            short=True,
+        )
+        return triton_attention.window_attention(
+            heads[part],
+            sink,
+            window,
+            None,
+            entries,
+            chosen[part],
+            *angles(some.positions),
+            some,
+            **settings,
+        )
+
+    assert torch.equal(attend(slice(7, 8)), attend(slice(0, None))[7:8])

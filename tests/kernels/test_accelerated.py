@@ -1,0 +1,42 @@
+"""The Triton ops in the interpreter, which a process has to ask for before it imports Triton; and
+what the compiler makes of them for both architectures."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+ROOT = Path(__file__).parents[2]
+SHARED_BYTES = {90: 227 << 10, 120: 99 << 10}
+SPILLING = {"attend"}  # chunks on sm_90 keep some of a row's sums in local memory
+
+
+def run(*args: str, interpret: bool) -> str:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment["TRITON_INTERPRET"] = "1" if interpret else "0"
+    done = subprocess.run(
+        [sys.executable, "-m", *args], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_ops_agree_with_their_references_in_the_interpreter() -> None:
+    out = run("pytest", "-q", "tests/kernels/accelerated", interpret=True)
+    assert " passed" in out
+
+
+@pytest.mark.parametrize("capability", [90, 120])
+def test_kernels_compile_and_fit(capability: int) -> None:
+    out = run(
+        "tests.kernels.accelerated.compiling", f"--target={capability}", "--brief", interpret=False
+    )
+    kernels = [json.loads(line) for line in out.splitlines()]
+    assert {k["kernel"] for k in kernels} >= {"attend", "join", "score_page", "choose_of_chunks"}
+    for kernel in kernels:
+        assert kernel["shared_bytes"] <= SHARED_BYTES[capability], kernel
+        assert kernel["stack"] == 0 or kernel["kernel"] in SPILLING, kernel
