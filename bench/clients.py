@@ -1,8 +1,9 @@
 """Do frameworks that are too heavy for the tests get through? Each against a live server.
 
-`pip install openai-agents litellm "lm-eval[api]"`, then `python bench/clients.py` writes results/clients.json: the version of every framework, and what it
-did with each model's format over the scripted model of the tests: think, call a tool, read its
-result, answer. A framework that is not installed is reported as such, and fails the run.
+`pip install openai-agents litellm "lm-eval[api]"`, then `python bench/clients.py` writes
+results/clients.json: the version of every framework, and what it did with each model's format over
+the scripted model of the tests: think, call a tool, read its result, answer. A framework that is
+not installed is reported as such, and fails the run.
 """
 
 from __future__ import annotations
