@@ -20,6 +20,9 @@ from moet.server.app import create_app
 
 logger = logging.getLogger(__name__)
 
+# Clients keep idle connections for 5 s or a minute; whoever closes first must not be the server,
+# or it closes just as a request arrives.
+IDLE_CONNECTION_S = 75
 LAST_WORDS_S = 1.0  # for the error events of a dead engine to leave
 
 MakeEngine = Callable[[Callable[[], None]], Engine]
@@ -68,6 +71,7 @@ class Service:
                 lifespan="off",
                 server_header=False,
                 timeout_graceful_shutdown=1,
+                timeout_keep_alive=IDLE_CONNECTION_S,
             ),
             self.stop,
         )
