@@ -28,17 +28,23 @@ def sources() -> list[str]:
     return sorted(path.stem for path in CSRC.glob("*.cu"))
 
 
-def source_hash(name: str) -> str:
-    """Of csrc/NAME.cu and everything that it includes from csrc, CPU emulation excepted."""
-    digest, seen, queue = hashlib.sha256(), set(), [f"{name}.cu"]
+def source_files(name: str) -> list[str]:
+    """csrc/NAME.cu and everything that it includes from csrc, CPU emulation excepted."""
+    files, queue = [], [f"{name}.cu"]
     while queue:
         file = queue.pop(0)
-        if file in seen or file.startswith("emulation"):
+        if file in files or file.startswith("emulation"):
             continue
-        seen.add(file)
-        text = (CSRC / file).read_text()
-        digest.update(f"{file}\0{text}\0".encode())
-        queue += re.findall(r'^\s*#include "([^"]+)"', text, re.MULTILINE)
+        files.append(file)
+        queue += re.findall(r'^\s*#include "([^"]+)"', (CSRC / file).read_text(), re.MULTILINE)
+    return files
+
+
+def source_hash(name: str) -> str:
+    """Of the source files of a cubin, names and contents."""
+    digest = hashlib.sha256()
+    for file in source_files(name):
+        digest.update(f"{file}\0{(CSRC / file).read_text()}\0".encode())
     return digest.hexdigest()
 
 
@@ -72,22 +78,18 @@ def compile_source(name: str, arch: str, target: Path) -> None:
 
 
 def threads_and_ctas(name: str) -> dict[str, tuple[int, int]]:
-    """Threads and declared CTAs per SM of each kernel of a source, from its KERNEL lines."""
+    """Threads and declared CTAs per SM of each kernel of a source, from the lines that name it."""
+    everything = "".join((CSRC / file).read_text() for file in source_files(name))
+    constants = dict(re.findall(r"constexpr int (\w*THREADS) = (\d+);", everything))
     text = (CSRC / f"{name}.cu").read_text()
-    constants = dict(re.findall(r"constexpr int (\w*THREADS) = (\d+);", _with_includes(name)))
     found: dict[str, tuple[int, int]] = {}
     for threads, ctas, kernel in re.findall(r"^KERNEL\((\w+), (\d+)\) (\w+)\(", text, re.MULTILINE):
         found[kernel] = (int(constants.get(threads, threads)), int(ctas))
     for kernel, ctas in re.findall(r"^STREAM\((\w+), .*, (\d+)\)$", text, re.MULTILINE):
         found[kernel] = (int(constants["THREADS"]), int(ctas))
+    for kernel in re.findall(r"^PREFILL\((\w+), .*\)$", text, re.MULTILINE):
+        found[kernel] = (int(constants["THREADS"]), 1)
     return found
-
-
-def _with_includes(name: str) -> str:
-    text = (CSRC / f"{name}.cu").read_text()
-    for file in re.findall(r'^#include "([^"]+)"', text, re.MULTILINE):
-        text += (CSRC / file).read_text()
-    return text
 
 
 def entry(name: str, arch: str, cubin: Path) -> dict[str, Any]:

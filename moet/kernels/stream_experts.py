@@ -19,12 +19,15 @@ from moet.kernels.stream_gemm import (
     Launcher,
     Part,
     StreamArgs,
+    StreamLinear,
+    Workspace,
     choose,
     num_stages,
     pointer,
     run,
 )
 
+QuantisedDense = tuple[Tensor, Tensor]
 MAX_EXPERTS = 1023  # of the plan kernel
 PLAN_THREADS = 1024
 MAX_PAIRS = 16384  # the plan kernel keeps their ids in shared memory
@@ -35,6 +38,7 @@ class QuantiseArgs(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in ("x", "q", "scale")),
         *((name, ctypes.c_int32) for name in ("rows", "k", "ld_x", "groups")),
+        *((name, ctypes.c_int32) for name in ("scale_row_stride", "scale_group_stride")),
     ]
 
 
@@ -46,6 +50,14 @@ class PlanArgs(ctypes.Structure):
     ]
 
 
+class RouteArgs(ctypes.Structure):
+    _fields_: ClassVar = [
+        *((name, ctypes.c_void_p) for name in ("logits", "bias", "table", "expert_ids", "weights")),
+        *((name, ctypes.c_int32) for name in ("tokens", "experts", "top_k", "sigmoid")),
+        ("scaling_factor", ctypes.c_float),
+    ]
+
+
 class CombineArgs(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in ("parts", "weights", "shared", "out")),
@@ -53,17 +65,51 @@ class CombineArgs(ctypes.Structure):
     ]
 
 
-def quantise(launcher: Launcher, x: Tensor) -> tuple[Tensor, Tensor]:
+def route(
+    launcher: Launcher,
+    logits: Tensor,
+    *,
+    top_k: int,
+    scaling_factor: float,
+    bias: Tensor | None = None,
+    given: Tensor | None = None,
+    sigmoid: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The experts of each token and their weights.
+
+    logits: [T, E] fp32, E <= 512, top_k <= 32. bias: [E] fp32 chooses and does not weigh. given:
+    [T, top_k] int64 fixes the choice. sigmoid: those scores, else sqrt(softplus). Returns ids
+    [T, top_k] int64, best first, and weights [T, top_k] fp32 that sum to scaling_factor.
+    """
+    tokens, experts = logits.shape
+    if experts > 512 or top_k > 32:
+        raise ValueError(f"{experts} experts, top {top_k}: the route kernel holds 512 and 32")
+    ids = torch.empty(tokens, top_k, dtype=torch.int64, device=logits.device)
+    weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
+    args = RouteArgs(
+        *(pointer(x) for x in (logits, bias, given, ids, weights)), tokens, experts, top_k, sigmoid
+    )
+    args.scaling_factor = scaling_factor
+    if tokens:
+        launcher.launch("route_experts", grid=tokens, threads=32, shared_bytes=0, args=args)
+    return ids, weights
+
+
+def quantise(launcher: Launcher, x: Tensor, *, group_major: bool = False) -> tuple[Tensor, Tensor]:
     """x: [T, K] bf16, K % 32 == 0, rows contiguous. Returns e4m3 bytes [T, K] in MMA order and
-    fp32 scales [T, ceil(K/128)], powers of two by the checkpoints' recipe."""
+    fp32 scales [T, ceil(K/128)], powers of two by the checkpoints' recipe. group_major: a column
+    of scales is contiguous, as a prefill reads them."""
     rows, k = x.shape
     groups = -(-k // 128)
     q = torch.empty(rows, k, dtype=torch.uint8, device=x.device)
-    scale = torch.empty(rows, groups, dtype=torch.float32, device=x.device)
+    if group_major:
+        scale = torch.empty(groups, rows, dtype=torch.float32, device=x.device).t()
+    else:
+        scale = torch.empty(rows, groups, dtype=torch.float32, device=x.device)
     args = QuantiseArgs(x.data_ptr(), q.data_ptr(), scale.data_ptr(), rows, k, x.stride(0), groups)
-    blocks = -(-rows * groups * 4 // 256)
+    args.scale_row_stride, args.scale_group_stride = scale.stride()
     if rows:
-        grid = min(blocks, 8 * launcher.num_sms)
+        grid = min(-(-rows * groups * 4 // 256), 8 * launcher.num_sms)
         launcher.launch("quantise_rows", grid=grid, threads=256, shared_bytes=0, args=args)
     return q, scale
 
@@ -148,7 +194,8 @@ class ExpertPool:
     rows: Tensor
     bases: Tensor
 
-    def _fill(self, args: StreamArgs, work: Work, error: Tensor) -> None:
+    def fill(self, args: StreamArgs, work: Work, error: Tensor) -> None:
+        """Set what depends on the rows and the work alone."""
         args.weights, args.bases = self.rows.data_ptr(), self.bases.data_ptr()
         args.entries, args.num_entries = work.entries.data_ptr(), work.num_entries.data_ptr()
         args.pairs, args.error = work.pairs.data_ptr(), error.data_ptr()
@@ -158,7 +205,8 @@ class ExpertPool:
         args.base_stride = args.base_segment_stride * self.format.num_sub_rows
         args.slices = 1
 
-    def _parts(self) -> list[Part]:
+    def parts(self) -> list[Part]:
+        """Where gate, up and down lie in a sub-row."""
         codes = (0, self.format.part_bytes[0], sum(self.format.part_bytes[:2]))
         scale_start = sum(self.format.part_bytes[:3])
         scales = self.format.scale_bytes
@@ -191,22 +239,23 @@ class ExpertPool:
         )
         chunks = format.shapes[0][1] // 128
         instance = choose(
-            _codec(format),
+            codec_of(format),
             rows,
             "swiglu",
             quantise=False,
             wide=rows > 8 or num_pairs >= WIDE_FROM_PAIRS,
-            stages=num_stages(_codec(format), chunks, 1, 1),
+            stages=num_stages(codec_of(format), chunks, 1, 1),
             max_shared_bytes=launcher.max_shared_bytes,
         )
         args = StreamArgs(swiglu_limit=float("inf") if limit is None else limit, early=early)
-        self._fill(args, work, error)
-        parts = self._parts()
+        self.fill(args, work, error)
+        parts = self.parts()
         args.parts[0], args.parts[1] = parts[0], parts[1]
         args.x, args.x_scale, args.out = x.data_ptr(), x_scale.data_ptr(), h.data_ptr()
         args.pair_weight = pointer(pair_weight)
         args.num_rows, args.x_divisor, args.k = num_pairs, top_k, x.shape[1]
-        args.ld_x, args.ld_x_scale, args.ld_out = x.stride(0), x_scale.stride(0), h.stride(0)
+        args.ld_x, args.ld_out = x.stride(0), h.stride(0)
+        args.ld_x_scale, args.x_group_stride = x_scale.stride(0), x_scale.stride(1)
         args.segments, args.chunks = 1, chunks
         args.tiles_per_segment = format.shapes[0][0] // 32
         args.tiles = args.tiles_per_segment * format.num_sub_rows
@@ -225,9 +274,9 @@ class ExpertPool:
         format = self.format
         out = torch.empty(h.shape[0], format.hidden_size, dtype=torch.bfloat16, device=h.device)
         chunks = format.shapes[2][1] // 128
-        stages = num_stages(_codec(format), chunks, format.num_sub_rows, 1)
+        stages = num_stages(codec_of(format), chunks, format.num_sub_rows, 1)
         instance = choose(
-            _codec(format),
+            codec_of(format),
             8,
             "bf16",
             quantise=True,
@@ -236,8 +285,8 @@ class ExpertPool:
             max_shared_bytes=launcher.max_shared_bytes,
         )
         args = StreamArgs(early=early, x_divisor=1)
-        self._fill(args, work, error)
-        args.parts[0] = args.parts[1] = self._parts()[2]
+        self.fill(args, work, error)
+        args.parts[0] = args.parts[1] = self.parts()[2]
         args.x, args.out = h.data_ptr(), out.data_ptr()
         args.num_rows, args.k = h.shape[0], h.shape[1]
         args.ld_x, args.ld_out = h.stride(0), out.stride(0)
@@ -287,5 +336,74 @@ class ExpertPool:
         return combine(launcher, parts, top_k=top_k, weights=outer, shared=shared)
 
 
-def _codec(format: ExpertRows) -> Codec:
+def codec_of(format: ExpertRows) -> Codec:
+    """The kernel's name for a row format."""
     return "w2" if format.name == "w2" else "mxfp4"
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """A dense SwiGLU block with fp8 weights: gate and up planes in one tensor, and down."""
+
+    planes: Tensor  # uint8: gate, then up
+    scales: Tensor  # fp32 [2, ceil(I/128), chunks]
+    down: StreamLinear
+    intermediate_size: int
+
+    @classmethod
+    def fp8(cls, w1: QuantisedDense, w3: QuantisedDense, w2: QuantisedDense) -> SharedExpert:
+        """Each a weight [N, K] (one byte an element) and its fp32 scales per 128 x 128 block."""
+        gate, up = StreamLinear.fp8(*w1), StreamLinear.fp8(*w3)
+        assert gate.scale is not None
+        assert up.scale is not None
+        planes = torch.stack([gate.plane, up.plane])
+        return cls(
+            planes, torch.stack([gate.scale, up.scale]), StreamLinear.fp8(*w2), gate.out_features
+        )
+
+    def to(self, device: torch.device | str) -> SharedExpert:
+        return SharedExpert(
+            self.planes.to(device),
+            self.scales.to(device),
+            self.down.to(device),
+            self.intermediate_size,
+        )
+
+    def __call__(
+        self,
+        launcher: Launcher,
+        q: Tensor,
+        scale: Tensor,
+        *,
+        limit: float | None,
+        error: Tensor,
+        workspace: Workspace,
+    ) -> Tensor:
+        """q: [T, D] e4m3 in MMA order with scale [T, ceil(D/128)]. Returns [T, D] bf16."""
+        hidden = self.intermediate_size
+        h = torch.empty(q.shape[0], hidden, dtype=torch.bfloat16, device=q.device)
+        _, rows, columns = self.planes.shape
+        args = StreamArgs(swiglu_limit=float("inf") if limit is None else limit, x_divisor=1)
+        args.weights, args.bases = self.planes.data_ptr(), self.scales.data_ptr()
+        args.parts[0] = Part(0, 0, 0)
+        args.parts[1] = Part(rows * columns, 0, 4 * self.scales[0].numel())
+        args.x, args.x_scale, args.out = q.data_ptr(), scale.data_ptr(), h.data_ptr()
+        args.error, args.num_slots, args.num_rows = error.data_ptr(), 1, q.shape[0]
+        args.k, args.ld_x, args.ld_out = q.shape[1], q.stride(0), hidden
+        args.ld_x_scale, args.x_group_stride = scale.stride(0), scale.stride(1)
+        args.segments, args.slices, args.chunks = 1, 1, columns // 128
+        args.tiles = args.tiles_per_segment = rows // 32
+        args.columns = hidden
+        stages = num_stages("fp8", args.chunks, 1, 1)
+        instance = choose(
+            "fp8",
+            8,
+            "swiglu",
+            quantise=False,
+            wide=True,
+            stages=stages,
+            max_shared_bytes=launcher.max_shared_bytes,
+        )
+        if q.shape[0]:
+            run(launcher, instance, args, items=-(-q.shape[0] // 8) * args.tiles)
+        return self.down(launcher, h, None, error=error, workspace=workspace)

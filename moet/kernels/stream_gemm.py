@@ -44,7 +44,8 @@ class StreamArgs(ctypes.Structure):
         ("base_segment_stride", ctypes.c_uint32),
         ("parts", Part * 2),
         *((name, ctypes.c_int32) for name in ("num_slots", "num_rows", "k", "x_divisor")),
-        *((name, ctypes.c_int32) for name in ("ld_x", "ld_x_scale", "ld_out", "segments")),
+        *((name, ctypes.c_int32) for name in ("ld_x", "ld_x_scale", "ld_out")),
+        *((name, ctypes.c_int32) for name in ("x_group_stride", "padded_rows", "segments")),
         *((name, ctypes.c_int32) for name in ("chunks", "tiles", "tiles_per_segment", "columns")),
         *((name, ctypes.c_int32) for name in ("slices", "first_half_stages", "early")),
         ("swiglu_limit", ctypes.c_float),
@@ -98,6 +99,12 @@ class Instance:
         ring = self.stages * THREADS * (lane + 4 * SCALE_WORDS[self.codec])
         return self.rows // 8 * (chunks * 1024 + 4096) + scales + ring
 
+    def resident(self, slice_stages: int, max_shared_bytes: int) -> int:
+        """CTAs that an SM holds at once; an SM has 1 KiB more than a CTA may take, which each
+        CTA also takes for itself."""
+        by_memory = (max_shared_bytes + 1024) // (self.shared_bytes(slice_stages) + 1024)
+        return min(self.ctas_per_sm, by_memory)
+
 
 INSTANCES = (
     Instance("w2", 8, "swiglu", False, 2, 3),
@@ -129,7 +136,7 @@ def choose(
     stages: int,
     max_shared_bytes: int,
 ) -> Instance:
-    """The instance to launch: the wide one if wanted, if it exists and fits, else what fits.
+    """The instance to launch: the wide one if wanted, or if the other loses its third CTA.
 
     All instances of a kind give the same bits. Raises UnsupportedError if none fits.
     """
@@ -146,7 +153,9 @@ def choose(
             f"quantise={quantise}: the least that one needs is {needed} bytes of shared memory, "
             f"the device has {max_shared_bytes}"
         )
-    return min(fitting, key=lambda i: (i.ctas_per_sm == 2) != wide)
+    narrow = [i for i in fitting if i.resident(stages, max_shared_bytes) == 3]
+    wide_ones = [i for i in fitting if i.ctas_per_sm == 2]
+    return (wide_ones or fitting)[0] if wide or not narrow else narrow[0]
 
 
 def num_stages(codec: str, chunks: int, segments: int, slices: int) -> int:
@@ -161,9 +170,10 @@ def run(
     args.mask_high, args.mask_w2_base = 0x88888888, 0x44444444
     stages = num_stages(instance.codec, args.chunks, args.segments, args.slices)
     args.first_half_stages = min(stages, half_stages or -(-stages // 2))
+    resident = instance.resident(stages, launcher.max_shared_bytes)
     launcher.launch(
         instance.name,
-        grid=max(1, min(items, launcher.num_sms * instance.ctas_per_sm)),
+        grid=max(1, min(items, launcher.num_sms * resident)),
         threads=THREADS,
         shared_bytes=instance.shared_bytes(stages),
         args=args,
@@ -206,7 +216,7 @@ class StreamLinear:
     def slices(self, launcher: Launcher) -> int:
         """Over how many CTAs the columns are split: a function of the shape and chip alone."""
         tiles = self.plane.shape[0] // 64
-        stages = num_stages(self.codec, self._chunks, 1, 1)
+        stages = num_stages(self.codec, self.chunks, 1, 1)
         smallest = Instance(self.codec, 16, "bf16", False, 2, 2)
         slices = 1
         while stages % (2 * slices) == 0 and stages // slices >= 4:
@@ -217,7 +227,8 @@ class StreamLinear:
         return slices
 
     @property
-    def _chunks(self) -> int:
+    def chunks(self) -> int:
+        """Chunks of columns, padding included."""
         return -(-self.plane.shape[1] // CHUNK_COLUMNS[self.codec])
 
     def __call__(
@@ -246,7 +257,7 @@ class StreamLinear:
             output,
             quantise=self.codec == "fp8" and x_scale is None,
             wide=True,
-            stages=num_stages(self.codec, self._chunks, 1, slices),
+            stages=num_stages(self.codec, self.chunks, 1, slices),
             max_shared_bytes=launcher.max_shared_bytes,
         )
         args = StreamArgs(x_divisor=1, num_slots=1, segments=1, num_rows=x.shape[0])
@@ -255,8 +266,9 @@ class StreamLinear:
         args.error = error.data_ptr()
         args.k = self.in_features
         args.ld_x, args.ld_out = x.stride(0), out.stride(0)
-        args.ld_x_scale = 0 if x_scale is None else x_scale.stride(0)
-        args.chunks, args.slices = self._chunks, slices
+        if x_scale is not None:
+            args.ld_x_scale, args.x_group_stride = x_scale.stride(0), x_scale.stride(1)
+        args.chunks, args.slices = self.chunks, slices
         args.tiles = args.tiles_per_segment = self.plane.shape[0] // 64
         args.columns = self.out_features
         entries = -(-x.shape[0] // rows)

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 import torch
 from torch import Tensor
 
 from moet.kernels import layout
 from moet.kernels.layout import ExpertRows, Mxfp4Rows, W2Rows
-from moet.kernels.moe import ExpertTable, expert_mixture
-from moet.kernels.stream_experts import ExpertPool, Work, combine, plan, quantise
+from moet.kernels.moe import (
+    ExpertTable,
+    expert_mixture,
+    expert_weights,
+    route_by_bias,
+    sigmoid_scores,
+    sqrt_softplus,
+    swiglu,
+)
+from moet.kernels.stream_experts import (
+    ExpertPool,
+    SharedExpert,
+    Work,
+    combine,
+    plan,
+    quantise,
+    route,
+)
 from moet.kernels.stream_gemm import StreamLinear, Workspace
-from tests.kernels import emulation
 from tests.kernels.emulation import Emulator
-
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-
-
-@pytest.fixture(scope="module", params=[90, 120])
-def launcher(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Emulator:
-    folder = tmp_path_factory.mktemp("emulation")
-    return emulation.build(("stream_gemm", "moe"), request.param, folder, num_sms=3)
 
 
 def activations(t: int, k: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -283,3 +288,41 @@ def test_mixture_matches_the_reference_op(launcher: Emulator, weigh_output: bool
     lost = placed.mixture(launcher, x, ids, weights, slot_of, limit=10.0, error=error)
     assert int(error) == 1
     assert lost[1].isnan().all()
+
+
+@pytest.mark.parametrize("sigmoid", [False, True])
+def test_route_is_the_reference_choice(launcher: Emulator, sigmoid: bool) -> None:
+    rng = torch.Generator().manual_seed(12)
+    logits, bias = torch.randn(5, 70, generator=rng) * 4, torch.randn(70, generator=rng)
+    logits[2, 10:20] = logits[2, 9]  # equals
+    bias[10:20] = bias[9] = 3.0
+    ids, weights = route(launcher, logits, top_k=6, scaling_factor=1.5, bias=bias, sigmoid=sigmoid)
+    scores = sigmoid_scores(logits) if sigmoid else sqrt_softplus(logits)
+    assert torch.equal(ids, route_by_bias(scores, bias, top_k=6))
+    expected = expert_weights(scores, ids, scaling_factor=1.5)
+    assert relative(weights, expected.double()) < expert_weights.tolerance
+    given = torch.randint(0, 70, (5, 6), generator=rng)
+    same, weights = route(launcher, logits, top_k=6, scaling_factor=1.5, given=given)
+    assert torch.equal(same, given)
+    expected = expert_weights(sqrt_softplus(logits), given, scaling_factor=1.5)
+    assert relative(weights, expected.double()) < expert_weights.tolerance
+
+
+def test_shared_expert_matches_float64(launcher: Emulator) -> None:
+    rng = torch.Generator().manual_seed(13)
+
+    def dense(n: int, k: int) -> tuple[Tensor, Tensor]:
+        weight = torch.randn(n, k, generator=rng).to(torch.float8_e4m3fn)
+        return weight, torch.full((-(-n // 128), -(-k // 128)), 2.0**-4)
+
+    w1, w3, w2 = dense(192, 256), dense(192, 256), dense(256, 192)
+    x_q, x_scale, x = activations(3, 256, 14)
+    x_scale, x = x_scale * 2**-6, x * 2**-6
+    space = Workspace.allocate("cpu", 4096, 64)
+    out = SharedExpert.fp8(w1, w3, w2)(
+        launcher, x_q, x_scale, limit=10.0, error=ERROR, workspace=space
+    )
+    a, b = (x @ (w.double() * 2.0**-4).T for w, _ in (w1, w3))
+    h = swiglu(a.bfloat16(), b.bfloat16(), limit=10.0).bfloat16()
+    values = torch.stack([v * s for v, s in map(quantised, h)])
+    assert relative(out, values @ (w2[0].double() * 2.0**-4).T) < 2**-7

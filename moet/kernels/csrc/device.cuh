@@ -21,9 +21,54 @@ DEVICE uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 DEVICE void sync_threads() { __syncthreads(); }
+// Among `threads` threads that name the same barrier, 1..15; the CTA's own is 0.
+template <int THREADS_THERE>
+DEVICE void sync_named(int barrier) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(THREADS_THERE) : "memory");
+}
 // Of the 128 threads of a warpgroup; `group` is the warpgroup's number in its CTA.
-DEVICE void sync_warpgroup(int group) {
-  asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+DEVICE void sync_warpgroup(int group) { sync_named<128>(group + 1); }
+DEVICE void sync_warp() { __syncwarp(); }
+
+// A barrier in shared memory that counts arrivals and copied bytes.
+DEVICE void barrier_init(uint64_t* barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
+}
+DEVICE void barriers_are_ready() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+DEVICE void barrier_arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+DEVICE void barrier_arrive_expecting(uint64_t* barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+}
+// Until the phase of this parity has ended.
+DEVICE void barrier_wait(uint64_t* barrier, uint32_t parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nagain%=: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again%=;\n}" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+// Registers of a warpgroup, given back or taken; every warp of it must call.
+template <int REGISTERS>
+DEVICE void give_registers() {
+#if MOET_SM == 90
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+#endif
+}
+template <int REGISTERS>
+DEVICE void take_registers() {
+#if MOET_SM == 90
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+#endif
+}
+// Bytes a multiple of 16, by the copy engine; the barrier learns when they are here.
+DEVICE void copy_bulk(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
 }
 // Copies of 16 or 4 bytes into shared memory; `valid` false writes zeros and reads nothing.
 DEVICE void copy16(void* to, const void* from, bool valid) {
@@ -67,6 +112,9 @@ DEVICE float add_rn(float a, float b) { return __fadd_rn(a, b); }
 DEVICE float fma_rn(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 DEVICE float div_rn(float a, float b) { return __fdiv_rn(a, b); }
 DEVICE float div_approx(float a, float b) { return __fdividef(a, b); }
+DEVICE float sqrt_rn(float v) { return __fsqrt_rn(v); }
+DEVICE float exp_precise(float v) { return expf(v); }
+DEVICE float log1p_precise(float v) { return log1pf(v); }
 DEVICE float exp_approx(float v) { return __expf(v); }
 DEVICE uint16_t to_bf16(float v) { return __bfloat16_as_ushort(__float2bfloat16_rn(v)); }
 // e4m3 of lo in bits 7:0 and of hi in bits 15:8, round to nearest even, saturating.

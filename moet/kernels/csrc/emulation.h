@@ -38,7 +38,7 @@ struct Index3 {
 inline Index3 threadIdx, blockIdx, gridDim;
 
 namespace emulation {
-enum Wait { RUNNING, WARP, GROUP, BLOCK, DONE };
+enum Wait { RUNNING, WARP, NAMED, SPIN, BLOCK, DONE };
 struct Copy {
   void* to;
   const void* from;
@@ -49,6 +49,7 @@ struct Fiber {
   ucontext_t context;
   std::vector<char> stack = std::vector<char>(1 << 17);
   Wait wait = RUNNING;
+  int barrier = 0, meeting_size = 0;  // while it waits at a named barrier
   std::vector<std::vector<Copy>> copies = {{}};
 };
 // What a lane brings to a meeting of its warp.
@@ -99,7 +100,28 @@ inline bool step_warp(unsigned first) {
   for (unsigned i = first; i < first + 32; i++) fibers[i].wait = RUNNING;
   return true;
 }
+inline bool release_named(unsigned threads) {
+  for (unsigned first = 0; first < threads; first++) {
+    if (fibers[first].wait != NAMED) continue;
+    int there = 0;
+    for (unsigned i = 0; i < threads; i++)
+      there += fibers[i].wait == NAMED && fibers[i].barrier == fibers[first].barrier;
+    if (there < fibers[first].meeting_size) continue;
+    int barrier = fibers[first].barrier;
+    for (unsigned i = 0; i < threads; i++)
+      if (fibers[i].wait == NAMED && fibers[i].barrier == barrier) fibers[i].wait = RUNNING;
+    return true;
+  }
+  return false;
+}
+inline bool release_spinning(unsigned threads) {
+  bool any = false;
+  for (unsigned i = 0; i < threads; i++)
+    if (fibers[i].wait == SPIN) fibers[i].wait = RUNNING, any = true;
+  return any;
+}
 inline int run_block(unsigned threads) {
+  int spins = 0;
   fibers.resize(threads);
   offers.assign(threads, {});
   for (Fiber& f : fibers) {
@@ -115,11 +137,9 @@ inline int run_block(unsigned threads) {
     for (unsigned w = 0; w < threads; w += 32)
       while (step_warp(w)) ran = true;
     if (all(0, threads, DONE)) return 0;
-    for (unsigned g = 0; g < threads; g += 128)
-      if (fibers[g].wait == GROUP && all(g, g + 128, GROUP)) {
-        for (unsigned i = g; i < g + 128; i++) fibers[i].wait = RUNNING;
-        ran = true;
-      }
+    if (release_named(threads)) ran = true;
+    if (!ran && spins++ < 1000) ran = release_spinning(threads);
+    else spins = 0;
     if (ran) continue;
     if (all(0, threads, BLOCK)) {
       for (Fiber& f : fibers)
@@ -165,7 +185,41 @@ DEVICE uint8_t* dynamic_shared() {
   return reinterpret_cast<uint8_t*>((p + 1023) / 1024 * 1024);
 }
 DEVICE void sync_threads() { emulation::pause(emulation::BLOCK); }
-DEVICE void sync_warpgroup(int) { emulation::pause(emulation::GROUP); }
+template <int THREADS_THERE>
+DEVICE void sync_named(int barrier) {
+  auto& f = emulation::fibers[emulation::current];
+  f.barrier = barrier, f.meeting_size = THREADS_THERE;
+  emulation::pause(emulation::NAMED);
+}
+DEVICE void sync_warpgroup(int group) { sync_named<128>(group + 1); }
+DEVICE void sync_warp() {
+  emulation::meet([](emulation::Offer*) {});
+}
+// phase in bit 63, arrivals expected in 62:48, arrivals to come in 47:32, bytes to come in 31:0.
+DEVICE void barrier_init(uint64_t* barrier, uint32_t arrivals) {
+  *barrier = uint64_t(arrivals) << 48 | uint64_t(arrivals) << 32;
+}
+DEVICE void barriers_are_ready() {}
+DEVICE void barrier_change(uint64_t* barrier, int arrivals, int bytes) {
+  uint32_t expected = *barrier >> 48 & 0x7FFF, to_come = (*barrier >> 32 & 0xFFFF) - arrivals;
+  uint32_t left = uint32_t(*barrier) + bytes;
+  uint64_t phase = *barrier >> 63;
+  if (to_come == 0 && left == 0) phase ^= 1, to_come = expected;
+  *barrier = phase << 63 | uint64_t(expected) << 48 | uint64_t(to_come) << 32 | left;
+}
+DEVICE void barrier_arrive(uint64_t* barrier) { barrier_change(barrier, 1, 0); }
+DEVICE void barrier_arrive_expecting(uint64_t* barrier, uint32_t bytes) { barrier_change(barrier, 1, bytes); }
+DEVICE void barrier_wait(uint64_t* barrier, uint32_t parity) {
+  while (*barrier >> 63 == parity) emulation::pause(emulation::SPIN);
+}
+template <int REGISTERS>
+DEVICE void give_registers() {}
+template <int REGISTERS>
+DEVICE void take_registers() {}
+DEVICE void copy_bulk(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
+  memcpy(to, from, bytes);
+  barrier_change(barrier, 0, -int(bytes));
+}
 DEVICE void copy16(void* to, const void* from, bool valid) {
   emulation::fibers[emulation::current].copies.back().push_back({to, from, 16, valid});
 }
@@ -227,6 +281,9 @@ DEVICE float add_rn(float a, float b) { return a + b; }
 DEVICE float fma_rn(float a, float b, float c) { return fmaf(a, b, c); }
 DEVICE float div_rn(float a, float b) { return a / b; }
 DEVICE float div_approx(float a, float b) { return a / b; }
+DEVICE float sqrt_rn(float v) { return sqrtf(v); }
+DEVICE float exp_precise(float v) { return expf(v); }
+DEVICE float log1p_precise(float v) { return log1pf(v); }
 DEVICE float exp_approx(float v) { return expf(v); }
 DEVICE uint16_t to_bf16(float v) {
   uint32_t b = float_bits(v);

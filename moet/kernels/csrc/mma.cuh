@@ -1,6 +1,6 @@
 // The two matrix back ends behind one call: acc[NT][4] (+)= A (16 rows of this warp) x B (8 NT tokens).
 // B lies in shared memory as [NT groups][column blocks of 16 bytes][8 tokens][16 bytes]; within 32
-// bytes of a token, word 4h + t holds natural word 2t + h. NT <= 2, or 16 for prefill.
+// bytes of a token, word 4h + t holds natural word 2t + h. NT is 1 or 2, for prefill 16 (sm_120a: 8).
 #pragma once
 #include "codec.cuh"
 

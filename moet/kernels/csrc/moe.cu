@@ -4,8 +4,8 @@
 struct QuantiseArgs {
   const uint16_t* x;  // [rows, k] bf16, k % 32 == 0
   uint8_t* q;         // [rows, k] e4m3 in MMA order
-  float* scale;       // [rows, groups]
-  int rows, k, ld_x, groups;
+  float* scale;
+  int rows, k, ld_x, groups, scale_row_stride, scale_group_stride;
 };
 
 // Four lanes take 128 columns of a row.
@@ -28,11 +28,69 @@ KERNEL(256, 4) quantise_rows(GRID_CONSTANT QuantiseArgs p) {
     if (valid) {
       uint4* to = reinterpret_cast<uint4*>(p.q + uint64_t(row) * p.k + block * 32);
       to[0] = a, to[1] = b;
-      if ((block & 3) == 0) p.scale[uint64_t(row) * p.groups + block / 4] = power_of_two(e);
+      if ((block & 3) == 0) p.scale[uint64_t(row) * p.scale_row_stride + uint64_t(block / 4) * p.scale_group_stride] = power_of_two(e);
     }
   }
 }
 LAUNCHABLE(quantise_rows, QuantiseArgs, 256)
+
+struct TileArgs {
+  const uint16_t* x;     // [rows, k] bf16
+  uint8_t* tiles;        // [entry, chunk, token group, 16-byte block, token, 16]
+  float* scales;         // [entry, chunk, token], for e4m3
+  const Entry* entries;  // null: entry e is rows e * tokens ..
+  const int* num_entries;
+  const int* pairs;
+  int num_rows, x_divisor, k, ld_x, chunks, tokens;
+};
+
+// A tile's chunk: 128 bytes of each of its tokens, as a shared-memory operand lies. Eight lanes take
+// eight tokens, four lanes the 32-byte blocks of a token. FP8: 128 columns with one scale; else 64 bf16.
+template <bool FP8>
+DEVICE void tile_chunk(const TileArgs& p, int item) {
+  int e = item / p.chunks, chunk = item - e * p.chunks;
+  Entry t = {0, 0, e * p.tokens, p.num_rows - e * p.tokens};
+  if (p.entries) t = p.entries[e];
+  int lane = threadIdx.x & 31, block = lane >> 3;
+  for (int token = (threadIdx.x >> 5) * 8 + (lane & 7); token < p.tokens; token += 64) {
+    int column = chunk * (FP8 ? 128 : 64) + block * (FP8 ? 32 : 16);
+    bool valid = token < t.count && column < p.k;
+    int row = 0;
+    if (valid) row = (p.pairs ? p.pairs[t.first + token] : t.first + token) / p.x_divisor;
+    const uint16_t* from = p.x + uint64_t(row) * p.ld_x + (valid ? column : 0);
+    uint4 a, b;
+    if constexpr (FP8) {
+      uint32_t words[16];
+      load_bf16x32(from, valid, words);
+      float amax = largest_of(words);
+      amax = larger(amax, shuffle_xor(amax, 8));
+      amax = larger(amax, shuffle_xor(amax, 16));
+      int exponent = activation_exponent(amax);
+      quantise_words(words, power_of_two(-exponent), a, b);
+      if (block == 0) p.scales[uint64_t(item) * p.tokens + token] = power_of_two(exponent);
+    } else {
+      uint4 u = {0, 0, 0, 0}, v = u;
+      if (valid) u = reinterpret_cast<const uint4*>(from)[0], v = reinterpret_cast<const uint4*>(from)[1];
+      a = {u.x, u.z, v.x, v.z};
+      b = {u.y, u.w, v.y, v.w};
+    }
+    uint8_t* to = p.tiles + (uint64_t(item) * p.tokens + (token & ~7)) * 128 + block * 256 + (token & 7) * 16;
+    *reinterpret_cast<uint4*>(to) = a;
+    *reinterpret_cast<uint4*>(to + 128) = b;
+  }
+}
+
+template <bool FP8>
+DEVICE void tile_all(const TileArgs& p) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  int entries = p.entries ? *p.num_entries : (p.num_rows + p.tokens - 1) / p.tokens;
+  for (int i = blockIdx.x; i < entries * p.chunks; i += gridDim.x) tile_chunk<FP8>(p, i);
+}
+KERNEL(256, 4) tile_rows_fp8(GRID_CONSTANT TileArgs p) { tile_all<true>(p); }
+LAUNCHABLE(tile_rows_fp8, TileArgs, 256)
+KERNEL(256, 4) tile_rows_bf16(GRID_CONSTANT TileArgs p) { tile_all<false>(p); }
+LAUNCHABLE(tile_rows_bf16, TileArgs, 256)
 
 constexpr int PLAN_THREADS = 1024;
 constexpr int MAX_EXPERTS = 1023;
@@ -96,6 +154,69 @@ KERNEL(PLAN_THREADS, 1) plan_experts(GRID_CONSTANT PlanArgs p) {
   if (t == PLAN_THREADS - 1) *p.num_entries = entry_ends[t];
 }
 LAUNCHABLE(plan_experts, PlanArgs, PLAN_THREADS)
+
+struct RouteArgs {
+  const float* logits;   // [tokens, experts]
+  const float* bias;     // [experts], chooses and does not weigh; or null
+  const int64_t* table;  // [tokens, top_k] experts that are given, or null
+  int64_t* expert_ids;   // [tokens, top_k]
+  float* weights;        // [tokens, top_k]
+  int tokens, experts, top_k;
+  int sigmoid;           // scores: 1 / (1 + e^-x), else sqrt(log(1 + e^x))
+  float scaling_factor;
+};
+
+constexpr int SCORES = 16;  // of a lane: experts <= 512
+
+DEVICE float score_of(float x, bool sigmoid) {
+  if (sigmoid) return div_rn(1.0f, 1.0f + exp_precise(-x));
+  return sqrt_rn(log1p_precise(exp_precise(x < 0.0f ? x : -x)) + larger(x, 0.0f));
+}
+
+// A warp a token: the top_k experts by score + bias, of equals the lowest id; then their scores,
+// normalised to scaling_factor in the order of choice.
+KERNEL(32, 8) route_experts(GRID_CONSTANT RouteArgs p) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  int lane = threadIdx.x, token = blockIdx.x;
+  const float* logits = p.logits + uint64_t(token) * p.experts;
+  float key[SCORES];
+#pragma unroll
+  for (int i = 0; i < SCORES; i++) {
+    int e = lane + 32 * i;
+    key[i] = bits_float(0xFF800000u);  // -infinity
+    if (e < p.experts) key[i] = score_of(logits[e], p.sigmoid) + (p.bias ? p.bias[e] : 0.0f);
+  }
+  float total = 0.0f, mine = 0.0f;
+  int64_t my_id = 0;
+  for (int k = 0; k < p.top_k; k++) {
+    float best = bits_float(0xFF800000u);
+    int id = 1 << 30;
+    if (p.table) {
+      id = static_cast<int>(p.table[uint64_t(token) * p.top_k + k]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < SCORES; i++)
+        if (key[i] > best) best = key[i], id = lane + 32 * i;
+      for (int step = 16; step > 0; step /= 2) {
+        float other = shuffle_xor(best, step);
+        int other_id = static_cast<int>(shuffle(id, lane ^ step));
+        if (other > best || (other == best && other_id < id)) best = other, id = other_id;
+      }
+#pragma unroll
+      for (int i = 0; i < SCORES; i++)
+        if (lane + 32 * i == id) key[i] = bits_float(0xFF800000u);
+    }
+    float score = id >= 0 && id < p.experts ? score_of(logits[id], p.sigmoid) : 0.0f;
+    total = k ? add_rn(total, score) : score;
+    if (lane == k) mine = score, my_id = id;
+  }
+  if (lane < p.top_k) {
+    p.expert_ids[uint64_t(token) * p.top_k + lane] = my_id;
+    p.weights[uint64_t(token) * p.top_k + lane] = div_rn(mine, total == 0.0f ? 1.0f : total) * p.scaling_factor;
+  }
+}
+LAUNCHABLE(route_experts, RouteArgs, 32)
 
 struct CombineArgs {
   const uint16_t* parts;      // [tokens * top_k, dim] bf16

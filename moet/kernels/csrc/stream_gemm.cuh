@@ -45,13 +45,15 @@ struct StreamArgs {
   int k;                  // columns of x, a multiple of 32
   int x_divisor;          // input row of a pair is pair / x_divisor
   int ld_x, ld_x_scale, ld_out;
+  int x_group_stride;     // from a row's scale to its next
+  int padded_rows;        // prefill: weight rows in a plane
   int segments;           // weight segments (sub-rows) that are summed
   int chunks;             // chunks of columns in a segment
   int tiles;              // items of an entry and slice
   int tiles_per_segment;  // of the outputs; tiles for one segment of outputs
   int columns;            // outputs in a segment of outputs
   int slices;             // of the columns, over CTAs
-  int first_half_stages;  // of a slice; the rest is the second half
+  int first_half_stages;  // of a slice; the rest is the second half. Prefill: chunks
   int early;              // entries were written before the previous kernel: may prefetch at once
   float swiglu_limit;
   Masks masks;
@@ -59,14 +61,14 @@ struct StreamArgs {
 
 // A place in the run of items (entry, tile, slice), slice fastest. Steps without division.
 struct Cursor {
-  int item, entry, tile, slice, segment, in_segment;  // tile = segment * tiles_per_segment + in_segment
+  int item, entry, slice, segment, in_segment;  // the tile is segment * tiles_per_segment + in_segment
 
   DEVICE void seek(const StreamArgs& p, int to) {
     item = to;
     slice = to % p.slices;
     int tiles_before = to / p.slices;
     entry = tiles_before / p.tiles;
-    tile = tiles_before - entry * p.tiles;
+    int tile = tiles_before - entry * p.tiles;
     segment = tile / p.tiles_per_segment;
     in_segment = tile - segment * p.tiles_per_segment;
   }
@@ -75,12 +77,20 @@ struct Cursor {
     item += unit;
     if (++slice < p.slices) return;
     slice = 0;
-    tile += unit;
     in_segment += unit;
-    if (in_segment >= p.tiles_per_segment) in_segment -= p.tiles_per_segment, segment++;
-    if (tile >= p.tiles) tile -= p.tiles, entry++, segment = 0;
+    if (in_segment < p.tiles_per_segment) return;
+    in_segment -= p.tiles_per_segment;
+    if (++segment * p.tiles_per_segment >= p.tiles) segment = 0, entry++;
   }
 };
+
+// silu(min(gate, limit)) * clamp(up, limit) of products rounded to bf16, as linear layers return them.
+DEVICE float swiglu_of(float gate, float up, float limit) {
+  float g = round_to_bf16(gate), u = round_to_bf16(up);
+  g = g > limit ? limit : g;  // one-sided, as trained
+  u = u > limit ? limit : u < -limit ? -limit : u;
+  return div_approx(g, 1.0f + exp_approx(-g)) * u;
+}
 
 enum Epilogue { STORE_F32, STORE_BF16, SWIGLU };
 enum ErrorBit { INVALID_SLOT = 1, INVALID_COUNT = 2 };
@@ -141,7 +151,7 @@ struct StreamGemm {
 
   // Points the producer at the first stage of its item.
   DEVICE void aim() {
-    if (next.entry != aimed_entry) {
+    if (ALWAYS_SHARED || next.entry != aimed_entry) {
       aimed_entry = next.entry;
       Entry t = entry(next.entry);
       if (t.slot < 0 || t.slot >= p.num_slots) t.slot = t.expert = 0;  // reported by the consumer
@@ -251,7 +261,7 @@ struct StreamGemm {
       if constexpr (SCALED && !QUANTISE) {
         if ((block & 3) == 0)
           x_scales[(block >> 2) * MAX_ROWS + token] =
-              valid ? p.x_scale[uint64_t(row) * p.ld_x_scale + column / 128] : 0.0f;
+              valid ? p.x_scale[uint64_t(row) * p.ld_x_scale + uint64_t(column / 128) * p.x_group_stride] : 0.0f;
       }
     }
   }
@@ -462,7 +472,9 @@ struct StreamGemm {
 #pragma unroll
       for (int i = 0; i < 4 * NT; i++) total[i] = bits_float(0x7FC00000u);
     }
-    float* mine = reduction + (shared_items() ? parity * NT * 512 : (2 * group + parity) * NT * 256) + (tid & 127);
+    // Two items may be in flight, hence parity; a slot is read by the thread that it is meant for.
+    const int stride = shared_items() ? 128 : 64;
+    float* mine = reduction + (shared_items() ? parity * NT * 512 : (2 * group + parity) * NT * 256) + (tid & (stride - 1));
     if (shared_items()) {
       if (group == 1) {
 #pragma unroll
@@ -474,16 +486,21 @@ struct StreamGemm {
       for (int i = 0; i < 4 * NT; i++) total[i] += mine[i * 128];
     }
     if constexpr (EPILOGUE == SWIGLU) {
-      // The up rows travel from warps 2, 3 to warps 0, 1, which hold the same rows of gate.
-      float* up = reduction + (shared_items() ? parity * NT * 512 : (2 * group + parity) * NT * 256) + (tid & 63);
+      // The up rows travel from warps 2, 3 to warps 0, 1, which hold the same rows of gate: through
+      // slots that only the sender has read (shared) or that are for nothing else.
       if (warp >= 2) {
 #pragma unroll
-        for (int i = 0; i < 4 * NT; i++) up[i * 64] = total[i];
+        for (int i = 0; i < 4 * NT; i++) mine[i * stride] = total[i];
       }
       sync_warpgroup(group);
-      if (warp < 2) swiglu(t, at, total, up);
+      if (warp < 2) {
+        float up[4 * NT];
+#pragma unroll
+        for (int i = 0; i < 4 * NT; i++) up[i] = mine[i * stride + (shared_items() ? 64 : 0)];
+        swiglu(t, at, total, up);
+      }
     } else if (p.slices == 1) {
-      store(t, at.tile, total);
+      store(t, at.in_segment, total);
     } else {
       store_slice(t, at, total);
     }
@@ -504,11 +521,7 @@ struct StreamGemm {
   DEVICE void swiglu(const Entry& t, const Cursor& at, const float* gate, const float* up) {
     int first_column = at.segment * p.columns;
     for_outputs(t, at.in_segment * 32 + warp * 16, p.columns, gate, [&](int row, int column, float g, int i) {
-      float u = round_to_bf16(up[i * 64]), limit = p.swiglu_limit;
-      g = round_to_bf16(g);  // as the checkpoints' own linear layers return them
-      g = g > limit ? limit : g;  // one-sided, as trained
-      u = u > limit ? limit : u < -limit ? -limit : u;
-      float h = div_approx(g, 1.0f + exp_approx(-g)) * u;
+      float h = swiglu_of(g, up[i], p.swiglu_limit);
       if (p.pair_weight) h *= p.pair_weight[row];
       static_cast<uint16_t*>(p.out)[uint64_t(row) * p.ld_out + first_column + column] = to_bf16(h);
     });
@@ -526,7 +539,7 @@ struct StreamGemm {
 
   // The last slice to arrive adds all of them, in order of the slices, whoever it is. Warpgroup 0.
   DEVICE void store_slice(const Entry& t, const Cursor& at, float* total) {
-    int tile = at.tile;
+    int tile = at.in_segment;
     uint64_t plane = uint64_t(p.num_rows) * p.ld_out;
     for_outputs(t, tile * 64 + warp * 16, p.columns, total, [&](int row, int column, float v, int) {
       p.partial[at.slice * plane + uint64_t(row) * p.ld_out + column] = v;

@@ -1,0 +1,271 @@
+"""GEMMs for many rows on the streaming planes: dense, and grouped by expert.
+
+The same argument block and the same bits as `stream_gemm.py`; only the tile differs. Knows tensors
+and a Launcher.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from moet.errors import UnsupportedError
+from moet.kernels.stream_experts import ExpertPool, SharedExpert, Work, codec_of, combine
+from moet.kernels.stream_gemm import (
+    CHUNK_BYTES,
+    CHUNKS_PER_STAGE,
+    Launcher,
+    Part,
+    StreamArgs,
+    StreamLinear,
+    num_stages,
+    pointer,
+)
+
+LARGE_SHARED_BYTES = 200_000  # from which on a CTA has room for 128 tokens
+THREADS = 384
+MULTIPLYING_THREADS = 256
+
+
+class TileArgs(ctypes.Structure):
+    _fields_: ClassVar = [
+        *((name, ctypes.c_void_p) for name in ("x", "tiles", "scales", "entries")),
+        *((name, ctypes.c_void_p) for name in ("num_entries", "pairs")),
+        *((name, ctypes.c_int32) for name in ("num_rows", "x_divisor", "k")),
+        *((name, ctypes.c_int32) for name in ("ld_x", "chunks", "tokens")),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Activations cut into tiles, as the kernel's copies take them.
+
+    data: uint8 [tiles, chunks, rows * 128]; scales: fp32 [tiles, chunks, rows], None for bf16.
+    """
+
+    data: Tensor
+    scales: Tensor | None
+    k: int
+
+
+def tile_rows(launcher: Launcher) -> int:
+    """Token rows of a tile on this device: the `rows` of its work lists."""
+    return 128 if launcher.max_shared_bytes > LARGE_SHARED_BYTES else 64
+
+
+def plan_rows(expert_ids: Tensor, slot_of: Tensor, rows: int) -> Work:
+    """The work list of `stream_experts.plan`, for any number of pairs, in torch operations.
+
+    expert_ids: [T, top_k] int64, every one in range; slot_of: [num_experts] int64. No host sync.
+    """
+    flat, experts = expert_ids.flatten(), slot_of.shape[0]
+    pairs = torch.argsort(flat, stable=True)
+    every = torch.arange(experts, device=flat.device)
+    sorted_ids = flat[pairs]
+    counts = torch.searchsorted(sorted_ids, every, right=True)
+    counts = counts - torch.searchsorted(sorted_ids, every)  # no host sync, unlike bincount
+    starts = counts.cumsum(0) - counts
+    tiles = (counts + rows - 1) // rows
+    ends = tiles.cumsum(0)
+    places = torch.arange(experts + flat.numel() // rows, device=flat.device)
+    expert = torch.searchsorted(ends, places, right=True).clamp(max=experts - 1)
+    offset = rows * (places - ends[expert] + tiles[expert])
+    count = (counts[expert] - offset).clamp(max=rows)
+    entries = torch.stack([slot_of[expert], expert, starts[expert] + offset, count], dim=1)
+    as_int = torch.int32
+    return Work(entries.to(as_int).contiguous(), ends[-1:].to(as_int), pairs.to(as_int))
+
+
+def make_tiles(
+    launcher: Launcher, x: Tensor, *, work: Work | None = None, top_k: int = 1, fp8: bool = True
+) -> Tiles:
+    """x: [T, K] bf16, K % 32 == 0. fp8: e4m3 by the recipe of `stream_experts.quantise`.
+
+    With work the tiles follow its entries, whose pairs are rows token * top_k + choice; without,
+    the rows of x in order.
+    """
+    rows, (num_rows, k) = tile_rows(launcher), x.shape
+    chunks = -(-k // 128) * (1 if fp8 else 2)  # planes are padded to 128 columns
+    count = -(-num_rows // rows) if work is None else work.entries.shape[0]
+    data = torch.empty(count, chunks, rows * 128, dtype=torch.uint8, device=x.device)
+    scales = None
+    if fp8:
+        scales = torch.empty(count, chunks, rows, dtype=torch.float32, device=x.device)
+    args = TileArgs(x.data_ptr(), data.data_ptr(), pointer(scales))
+    if work is not None:
+        args.entries, args.num_entries = work.entries.data_ptr(), work.num_entries.data_ptr()
+        args.pairs = work.pairs.data_ptr()
+    args.num_rows, args.x_divisor, args.k, args.ld_x = num_rows, top_k, k, x.stride(0)
+    args.chunks, args.tokens = chunks, rows
+    if count and num_rows:
+        launcher.launch(
+            f"tile_rows_{'fp8' if fp8 else 'bf16'}",
+            grid=min(count * chunks, 8 * launcher.num_sms),
+            threads=256,
+            shared_bytes=0,
+            args=args,
+        )
+    return Tiles(data, scales, k)
+
+
+def _shared_bytes(codec: str, rows: int, waiting: int, launcher: Launcher) -> int:
+    """Barriers, ring and waiting sums; the tile and depth of `csrc/prefill_gemm.cu`."""
+    deep = 4 if codec == "w2" else 3
+    stages = deep if rows == 128 else 2
+    stage = rows * 128 + 8 * CHUNK_BYTES[codec] + rows * 4 * (codec != "bf16")
+    total = 128 + stages * stage + waiting * rows // 2 * MULTIPLYING_THREADS * 4
+    if total > launcher.max_shared_bytes:
+        raise UnsupportedError(
+            f"prefill GEMM with {codec} weights: {total} bytes of shared memory needed, the device "
+            f"has {launcher.max_shared_bytes}"
+        )
+    return total
+
+
+def _run(
+    launcher: Launcher, name: str, codec: str, args: StreamArgs, tiles: Tiles, *, half: int
+) -> None:
+    args.mask_high, args.mask_w2_base = 0x88888888, 0x44444444
+    args.x, args.x_scale, args.k = tiles.data.data_ptr(), pointer(tiles.scales), tiles.k
+    args.first_half_stages = half
+    waiting = 2 if args.segments > 1 or args.slices > 1 else 1
+    launcher.launch(
+        f"prefill_{codec}_{name}",
+        grid=max(1, min(tiles.data.shape[0] * args.tiles, launcher.num_sms)),
+        threads=THREADS,
+        shared_bytes=_shared_bytes(codec, tile_rows(launcher), waiting, launcher),
+        args=args,
+    )
+
+
+def _half_chunks(codec: str, chunks: int, segments: int, slices: int) -> int:
+    """Where the streaming kernel halves a slice's sum, in chunks."""
+    if segments > 1:
+        return min(2, segments) * chunks
+    stages = num_stages(codec, chunks, segments, slices)
+    return min(-(-stages // 2) * CHUNKS_PER_STAGE[codec], chunks // slices)
+
+
+def linear(
+    launcher: Launcher, weight: StreamLinear, tiles: Tiles, num_rows: int, *, error: Tensor
+) -> Tensor:
+    """tiles: of [num_rows, K], fp8 for fp8 weights, else bf16. Returns [num_rows, N] bf16, bit for
+    bit what the streaming kernel returns."""
+    device = tiles.data.device
+    out = torch.empty(num_rows, weight.out_features, dtype=torch.bfloat16, device=device)
+    args = StreamArgs(x_divisor=1, num_slots=1, segments=1, num_rows=num_rows)
+    args.weights, args.bases = weight.plane.data_ptr(), pointer(weight.scale)
+    args.out, args.error, args.ld_out = out.data_ptr(), error.data_ptr(), out.stride(0)
+    args.chunks, args.slices = tiles.data.shape[1], weight.slices(launcher)
+    assert args.chunks == weight.chunks, "tiles of other columns or another kind than the weight"
+    args.padded_rows, args.columns = weight.plane.shape[0], weight.out_features
+    args.tiles = args.tiles_per_segment = -(-args.padded_rows // 128)
+    half = _half_chunks(weight.codec, weight.chunks, 1, args.slices)
+    if num_rows:
+        _run(launcher, "bf16", weight.codec, args, tiles, half=half)
+    return out
+
+
+def gate_up(
+    launcher: Launcher,
+    pool: ExpertPool,
+    tiles: Tiles,
+    work: Work,
+    *,
+    pair_weight: Tensor | None,
+    limit: float | None,
+    error: Tensor,
+) -> Tensor:
+    """`ExpertPool.gate_up` on tiles of the work list. Returns [pairs, I] bf16."""
+    format, num_pairs = pool.format, work.pairs.shape[0]
+    codec, device = codec_of(format), tiles.data.device
+    h = torch.empty(num_pairs, format.moe_intermediate_size, dtype=torch.bfloat16, device=device)
+    args = StreamArgs(swiglu_limit=float("inf") if limit is None else limit, x_divisor=1)
+    pool.fill(args, work, error)
+    args.parts[0], args.parts[1] = pool.parts()[:2]
+    args.out, args.ld_out, args.pair_weight = h.data_ptr(), h.stride(0), pointer(pair_weight)
+    args.num_rows, args.columns = num_pairs, format.columns
+    args.padded_rows, width = format.shapes[0]
+    args.segments, args.chunks = 1, width // 128
+    args.tiles_per_segment = args.padded_rows // 64
+    args.tiles = args.tiles_per_segment * format.num_sub_rows
+    if num_pairs:
+        half = _half_chunks(codec, args.chunks, 1, 1)
+        _run(launcher, "swiglu", codec, args, tiles, half=half)
+    return h
+
+
+def down(
+    launcher: Launcher, pool: ExpertPool, tiles: Tiles, work: Work, *, error: Tensor
+) -> Tensor:
+    """`ExpertPool.down` on tiles of the hidden values. Returns [pairs, D] bf16."""
+    format, num_pairs = pool.format, work.pairs.shape[0]
+    codec, device = codec_of(format), tiles.data.device
+    out = torch.empty(num_pairs, format.hidden_size, dtype=torch.bfloat16, device=device)
+    args = StreamArgs(x_divisor=1)
+    pool.fill(args, work, error)
+    args.parts[0] = args.parts[1] = pool.parts()[2]
+    args.out, args.ld_out, args.num_rows = out.data_ptr(), out.stride(0), num_pairs
+    args.padded_rows, width = format.shapes[2]
+    args.segments, args.chunks = format.num_sub_rows, width // 128
+    args.tiles = args.tiles_per_segment = -(-args.padded_rows // 128)
+    args.columns = format.hidden_size
+    if num_pairs:
+        half = _half_chunks(codec, args.chunks, args.segments, 1)
+        _run(launcher, "bf16", codec, args, tiles, half=half)
+    return out
+
+
+def mixture(
+    launcher: Launcher,
+    pool: ExpertPool,
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    slot_of: Tensor,
+    *,
+    limit: float | None,
+    error: Tensor,
+    weigh_output: bool = False,
+    shared: Tensor | None = None,
+) -> Tensor:
+    """`ExpertPool.mixture` for a prefill chunk: the same bits, weights read once per tile."""
+    top_k = expert_ids.shape[1]
+    work = plan_rows(expert_ids, slot_of, tile_rows(launcher))
+    inner, outer = (None, weights) if weigh_output else (weights, None)
+    tiles = make_tiles(launcher, x, work=work, top_k=top_k)
+    h = gate_up(launcher, pool, tiles, work, pair_weight=inner, limit=limit, error=error)
+    parts = down(launcher, pool, make_tiles(launcher, h, work=work), work, error=error)
+    return combine(launcher, parts, top_k=top_k, weights=outer, shared=shared)
+
+
+def shared_expert(
+    launcher: Launcher,
+    expert: SharedExpert,
+    tiles: Tiles,
+    num_rows: int,
+    *,
+    limit: float | None,
+    error: Tensor,
+) -> Tensor:
+    """`SharedExpert` on fp8 tiles of [num_rows, D]. Returns [num_rows, D] bf16."""
+    device, hidden = tiles.data.device, expert.intermediate_size
+    h = torch.empty(num_rows, hidden, dtype=torch.bfloat16, device=device)
+    _, rows, columns = expert.planes.shape
+    args = StreamArgs(swiglu_limit=float("inf") if limit is None else limit, x_divisor=1)
+    args.weights, args.bases = expert.planes.data_ptr(), expert.scales.data_ptr()
+    args.parts[0] = Part(0, 0, 0)
+    args.parts[1] = Part(rows * columns, 0, 4 * expert.scales[0].numel())
+    args.out, args.ld_out, args.error = h.data_ptr(), hidden, error.data_ptr()
+    args.num_slots, args.num_rows, args.columns = 1, num_rows, hidden
+    args.segments, args.slices, args.chunks = 1, 1, columns // 128
+    args.padded_rows = rows
+    args.tiles = args.tiles_per_segment = rows // 64
+    if num_rows:
+        half = _half_chunks("fp8", args.chunks, 1, 1)
+        _run(launcher, "swiglu", "fp8", args, tiles, half=half)
+    return linear(launcher, expert.down, make_tiles(launcher, h), num_rows, error=error)

@@ -1,0 +1,20 @@
+"""The emulated kernels, built once for each architecture's matrix units."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from tests.kernels import emulation
+from tests.kernels.emulation import Emulator
+
+
+@pytest.fixture(scope="session", params=[90, 120])
+def launcher(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+    """A Launcher that runs csrc/ on the CPU; skips where there is no C++ compiler."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    folder = tmp_path_factory.mktemp("emulation")
+    sources = ("stream_gemm", "moe", "prefill_gemm")
+    return emulation.build(sources, request.param, folder, num_sms=3)

@@ -1,0 +1,114 @@
+"""The prefill GEMM in emulation: bit for bit the streaming GEMM, whatever shares the tile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from moet.kernels import prefill_gemm
+from moet.kernels.layout import ExpertRows, Mxfp4Rows, W2Rows
+from moet.kernels.stream_experts import SharedExpert, quantise
+from moet.kernels.stream_gemm import StreamLinear, Workspace
+from tests.kernels.emulation import Emulator
+from tests.kernels.test_stream_gemm import ERROR, pool, quantised, relative, work_for
+
+
+def routed(t: int, experts: int, seed: int) -> tuple[Tensor, Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    ids = torch.stack([torch.randperm(experts, generator=rng)[:2] for _ in range(t)])
+    return ids, torch.rand(t, 2, generator=rng)
+
+
+@pytest.mark.parametrize(
+    ("kind", "d", "i"), [(W2Rows, 640, 64), (Mxfp4Rows, 640, 96), (W2Rows, 64, 2048)]
+)
+def test_prefilled_rows_have_the_bits_of_decoded_rows(
+    launcher: Emulator, kind: type[ExpertRows], d: int, i: int
+) -> None:
+    experts, _ = pool(kind(d, i), 3, 1)
+    slot_of, error = torch.arange(3), ERROR.clone()
+    ids, weights = routed(9, 3, 2)
+    x = torch.randn(9, d, generator=torch.Generator().manual_seed(3)).bfloat16()
+    arguments = (x, ids, weights, slot_of)
+    decoded = experts.mixture(launcher, *arguments, limit=10.0, error=error)
+    found = prefill_gemm.mixture(launcher, experts, *arguments, limit=10.0, error=error)
+    assert torch.equal(found, decoded)
+    assert int(error) == 0
+
+
+def test_tiles_of_many_rows_are_cut_and_ragged(launcher: Emulator) -> None:
+    experts, values = pool(W2Rows(128, 64), 2, 4)
+    t = prefill_gemm.tile_rows(launcher) + 3
+    ids = torch.zeros(t, 1, dtype=torch.int64)
+    ids[5] = 1
+    work = prefill_gemm.plan_rows(ids, torch.arange(2), prefill_gemm.tile_rows(launcher))
+    assert int(work.num_entries) == 3
+    x = torch.randn(t, 128, generator=torch.Generator().manual_seed(5)).bfloat16()
+    tiles = prefill_gemm.make_tiles(launcher, x, work=work)
+    h = prefill_gemm.gate_up(
+        launcher, experts, tiles, work, pair_weight=None, limit=None, error=ERROR
+    )
+    for row in range(t):
+        w1, w3, _ = (w.double() for w in values[int(ids[row])])
+        exact = torch.mul(*quantised(x[row]))
+        expected = torch.nn.functional.silu(w1 @ exact) * (w3 @ exact)
+        assert relative(h[row], expected) < 2**-6
+
+
+def test_plan_rows_is_the_work_of_the_plan_kernel() -> None:
+    ids, _ = routed(50, 7, 6)
+    slot_of = torch.arange(7).flip(0)
+    work = prefill_gemm.plan_rows(ids, slot_of, 16)
+    expected = work_for(ids, 16)
+    n = int(work.num_entries)
+    assert n == int(expected.num_entries)
+    assert torch.equal(work.pairs, expected.pairs)
+    assert torch.equal(work.entries[:n, 1:], expected.entries[:, 1:])
+    assert torch.equal(work.entries[:n, 0], slot_of[expected.entries[:, 1].long()].int())
+
+
+@pytest.mark.parametrize(("n", "k"), [(64, 1024), (200, 416)])
+def test_fp8_linear_has_the_bits_of_the_streaming_kernel(
+    launcher: Emulator, n: int, k: int
+) -> None:
+    rng = torch.Generator().manual_seed(n)
+    weight = torch.randn(n, k, generator=rng).to(torch.float8_e4m3fn)
+    scale = 2.0 ** torch.randint(-3, 3, (-(-n // 128), -(-k // 128)), generator=rng).float()
+    linear = StreamLinear.fp8(weight, scale)
+    if launcher.sm == 120 and linear.slices(launcher) > 1:
+        pytest.skip("sliced columns of fp8 weights do not fit this device's prefill tile")
+    x = torch.randn(5, k, generator=rng).bfloat16()
+    x_q, x_scale = quantise(launcher, x)
+    space = Workspace.allocate("cpu", 8 * 5 * n, 64)
+    streamed = linear(launcher, x_q, x_scale, error=ERROR, workspace=space)
+    tiles = prefill_gemm.make_tiles(launcher, x)
+    assert torch.equal(prefill_gemm.linear(launcher, linear, tiles, 5, error=ERROR), streamed)
+
+
+def test_bf16_linear_has_the_bits_of_the_streaming_kernel(launcher: Emulator) -> None:
+    weight, x = torch.randn(72, 192).bfloat16(), torch.randn(3, 192).bfloat16()
+    linear = StreamLinear.bf16(weight)
+    if launcher.sm == 120:
+        pytest.skip("bf16 weights do not fit this device's prefill tile")
+    space = Workspace.allocate("cpu", 8 * 3 * 72, 64)
+    streamed = linear(launcher, x, None, error=ERROR, workspace=space)
+    tiles = prefill_gemm.make_tiles(launcher, x, fp8=False)
+    assert torch.equal(prefill_gemm.linear(launcher, linear, tiles, 3, error=ERROR), streamed)
+
+
+def test_shared_expert_has_the_bits_of_the_streaming_kernel(launcher: Emulator) -> None:
+    rng = torch.Generator().manual_seed(15)
+
+    def dense(n: int, k: int) -> tuple[Tensor, Tensor]:
+        weight = torch.randn(n, k, generator=rng).to(torch.float8_e4m3fn)
+        return weight, torch.full((-(-n // 128), -(-k // 128)), 2.0**-4)
+
+    expert = SharedExpert.fp8(dense(96, 256), dense(96, 256), dense(256, 96))
+    x = torch.randn(3, 256, generator=rng).bfloat16()
+    space = Workspace.allocate("cpu", 4096, 64)
+    q, scale = quantise(launcher, x)
+    streamed = expert(launcher, q, scale, limit=10.0, error=ERROR, workspace=space)
+    tiles = prefill_gemm.make_tiles(launcher, x)
+    found = prefill_gemm.shared_expert(launcher, expert, tiles, 3, limit=10.0, error=ERROR)
+    assert torch.equal(found, streamed)
