@@ -80,7 +80,7 @@ class NullSampler:
     def check(self) -> None:
         pass
 
-    def sample(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Sampled:
+    def sample(self, logits: Tensor, slots: Tensor, positions: Tensor, *rest: object) -> Sampled:
         return Sampled(self._tokens[: len(slots)], self._none[: len(slots)])  # type: ignore[arg-type]
 
 
