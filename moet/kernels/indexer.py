@@ -49,16 +49,25 @@ def index_query(q: Tensor, cos: Tensor, sin: Tensor, *, num_heads: int, quantise
 
 @op(tolerance=2**-8)  # of the chosen scores; which entries are chosen may differ at the border
 def index_select(
-    q: Tensor, head_weights: Tensor, keys: Cache, rows: Rows, *, ratio: int, top_k: int
+    q: Tensor,
+    gate: Tensor,
+    keys: Cache,
+    rows: Rows,
+    *,
+    ratio: int,
+    top_k: int,
+    gate_scale: float,
 ) -> Tensor:
     """The entries that each row attends to: the top_k by score of those it sees.
 
-    q: [T, num_heads, dim] fp32 or bf16. head_weights: [T, num_heads] fp32. keys: one entry per
-    `ratio` tokens, those that the step's rows close already written. Returns [T, top_k] int32:
+    q: [T, num_heads, dim] fp32 or bf16. gate: [T, num_heads] fp32, rows may be strided; rounded to
+    the dtype of q and scaled by gate_scale it weighs the heads. keys: one entry per `ratio`
+    tokens, those that the step's rows close already written. Returns [T, top_k] int32:
     entry numbers, ascending, then -1 where fewer are visible. Of equal scores the lowest entry
     wins.
     """
     chosen = torch.full((len(q), top_k), -1, dtype=torch.int32, device=q.device)
+    head_weights = gate.to(q.dtype).float() * gate_scale
     visible = rows.visible(ratio).tolist()
     every = torch.arange(top_k, dtype=torch.int32, device=q.device)
     for first, last in rows.sequences():
@@ -95,8 +104,17 @@ def _keys_fit(*, arch: str, keys: EntryFormat, num_heads: int, top_k: int) -> bo
 
 @index_select.impl("triton_mxfp4", supports=_keys_fit)
 def _index_select(
-    q: Tensor, head_weights: Tensor, keys: Cache, rows: Rows, *, ratio: int, top_k: int
+    q: Tensor,
+    gate: Tensor,
+    keys: Cache,
+    rows: Rows,
+    *,
+    ratio: int,
+    top_k: int,
+    gate_scale: float,
 ) -> Tensor:
     from moet.kernels import triton_indexer
 
-    return triton_indexer.index_select(q, head_weights, keys, rows, ratio=ratio, top_k=top_k)
+    return triton_indexer.index_select(
+        q, gate, keys, rows, ratio=ratio, top_k=top_k, gate_scale=gate_scale
+    )

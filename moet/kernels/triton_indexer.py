@@ -61,12 +61,14 @@ def prepare_query(
 @triton.jit
 def score_page(
     q,
-    head_weights,
+    gate,
     keys,
     scores,
     positions,
     page_rows,
     page_table,
+    gate_stride,
+    gate_scale,
     table_stride,
     width,
     PAGE_BYTES,
@@ -97,7 +99,8 @@ def score_page(
             q + (row * HEADS + h[None, :]) * DIM + d[:, None], mask=(h < HEADS)[None, :], other=0.0
         )
         wanted = tl.maximum(tl.dot(key.to(tl.bfloat16), query.to(tl.bfloat16)), 0.0)
-        weight = tl.load(head_weights + row * HEADS + h, mask=h < HEADS, other=0.0)
+        weight = tl.load(gate + row * gate_stride + h, mask=h < HEADS, other=0.0)
+        weight = weight.to(q.dtype.element_ty).to(tl.float32) * gate_scale
         entry = page_idx * ENTRIES + e
         score = tl.sum(wanted * weight[None, :], 1)
         tl.store(scores + row * width + entry, score, mask=entry < visible)
@@ -206,7 +209,14 @@ def index_query(q: Tensor, cos: Tensor, sin: Tensor, *, num_heads: int, quantise
 
 
 def index_select(
-    q: Tensor, head_weights: Tensor, keys: Cache, rows: Rows, *, ratio: int, top_k: int
+    q: Tensor,
+    gate: Tensor,
+    keys: Cache,
+    rows: Rows,
+    *,
+    ratio: int,
+    top_k: int,
+    gate_scale: float,
 ) -> Tensor:
     out = torch.empty((len(q), top_k), dtype=torch.int32, device=q.device)
     width = rows.max_entries(ratio)
@@ -215,13 +225,14 @@ def index_select(
         last = min(first + each, len(q))
         part = slice(first, last)
         where = rows.positions[part], rows.page_rows[part]
-        _select(q[part], head_weights[part], keys, where, rows.page_table, ratio, width, out[part])
+        heads = gate[part], gate_scale
+        _select(q[part], heads, keys, where, rows.page_table, ratio, width, out[part])
     return out
 
 
 def _select(
     q: Tensor,
-    head_weights: Tensor,
+    heads: tuple[Tensor, float],
     keys: Cache,
     where: tuple[Tensor, Tensor],
     page_table: Tensor,
@@ -234,16 +245,19 @@ def _select(
     form = keys.form
     assert isinstance(form, Mxfp4Rows)  # by the predicate
     positions, page_rows = where
+    gate, gate_scale = heads
     scores = torch.empty((num_rows, width), dtype=torch.float32, device=q.device)
     if width > top_k:
         score_page[(page_table.shape[1], num_rows)](
             q,
-            head_weights.contiguous(),
+            gate,
             keys.pages,
             scores,
             positions,
             page_rows,
             page_table,
+            gate.stride(0),
+            gate_scale,
             page_table.stride(0),
             width,
             form.page_bytes,

@@ -44,7 +44,7 @@ CosSin = tuple[Tensor, Tensor]
 class RopeTables:
     """The two rotations: plain for window-only layers, YaRN for layers with compressed entries."""
 
-    def __init__(self, config: DeepseekV4Config) -> None:
+    def __init__(self, config: DeepseekV4Config, device: torch.device | str = "cpu") -> None:
         scaling = config.rope_scaling
         yarn = Yarn(
             factor=scaling.factor,
@@ -53,8 +53,8 @@ class RopeTables:
             beta_slow=scaling.beta_slow,
         )
         dim = config.qk_rope_head_dim
-        self.main = rope_frequencies(dim, config.rope_theta)
-        self.compress = rope_frequencies(dim, config.compress_rope_theta, yarn)
+        self.main = rope_frequencies(dim, config.rope_theta).to(device)
+        self.compress = rope_frequencies(dim, config.compress_rope_theta, yarn).to(device)
 
 
 class Step:
@@ -66,6 +66,7 @@ class Step:
         self.kv = kv
         self.tables = tables
         self._window_starts: dict[int, CosSin] = {}
+        self._ring_slots: dict[int, Tensor] = {}
 
     @cached_property
     def main(self) -> CosSin:
@@ -74,6 +75,16 @@ class Step:
     @cached_property
     def compress(self) -> CosSin:
         return rope_cos_sin(self.rows.positions, self.tables.compress)
+
+    def ring_slots(self, num_entries: int) -> Tensor:
+        """As Rows.ring_slots, once for all layers."""
+        if num_entries not in self._ring_slots:
+            self._ring_slots[num_entries] = self.rows.ring_slots(num_entries)
+        return self._ring_slots[num_entries]
+
+    @cached_property
+    def row_ids(self) -> Tensor:
+        return self.rows.row_ids
 
     def window_start(self, ratio: int) -> CosSin:
         """Of the first token of the window of `ratio` tokens that a row is in."""
@@ -170,9 +181,15 @@ class Indexer:
         Returns [n, top_k] int32, entry numbers. The step's own keys are stored already.
         """
         query = self._query(q, *step.compress, num_heads=self.num_heads, quantised=self.quantised)
-        head_weights = gate.to(q.dtype).float() * self.gate_scale
-        keys = self.keys.cache(step.kv)
-        return self._select(query, head_weights, keys, step.rows, ratio=4, top_k=self.top_k)
+        return self._select(
+            query,
+            gate,
+            self.keys.cache(step.kv),
+            step.rows,
+            ratio=4,
+            top_k=self.top_k,
+            gate_scale=self.gate_scale,
+        )
 
 
 class Attention:
@@ -245,9 +262,9 @@ class Attention:
         q = self._heads(q, *cos_sin, num_heads=self.num_heads, eps=self.eps)
         selected = self._compressed(x, index_q, step)
         ring = self.window.cache(step.kv)
-        slots = step.rows.ring_slots(ring.form.entries_per_page)
+        slots = step.ring_slots(ring.form.entries_per_page)
         chunk = None if step.rows.short else ring.scratch(len(x))
-        own, places = (ring, slots) if chunk is None else (chunk, step.rows.row_ids)
+        own, places = (ring, slots) if chunk is None else (chunk, step.row_ids)
         self._write(kv, self.kv_norm_weight, *cos_sin, own, places, eps=self.eps)
         o = self._attend(
             q,
@@ -452,7 +469,7 @@ class DeepseekV4:
     def __post_init__(self) -> None:
         self.vocab_size = self.config.vocab_size
         self.max_position_embeddings = self.config.max_position_embeddings
-        self.tables = RopeTables(self.config)
+        self.tables = RopeTables(self.config, self.embed.weight.device)
 
     @classmethod
     def load(

@@ -23,27 +23,31 @@ class Weights:
         self.source = source
         self.settings = settings
         self.prefix = prefix
+        self.device = torch.device("cpu" if settings.arch == "reference" else "cuda")
         self._names = frozenset(source.names())
 
     def under(self, prefix: str) -> Weights:
         """The same source seen from a longer prefix."""
         inner = object.__new__(Weights)
         inner.source, inner.settings, inner._names = self.source, self.settings, self._names
-        inner.prefix = self.prefix + prefix
+        inner.device, inner.prefix = self.device, self.prefix + prefix
         return inner
 
     def has(self, name: str) -> bool:
         return self.prefix + name in self._names
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """The stored tensor. Raises CheckpointError if it is absent or has another shape."""
+        """The stored tensor, on the device of the ops.
+
+        Raises CheckpointError if it is absent or has another shape.
+        """
         full = self.prefix + name
         if full not in self._names:
             raise CheckpointError(f"the checkpoint has no {full}; its shape should be {shape}")
         value = self.source.load(full)
         if tuple(value.shape) != shape:
             raise CheckpointError(f"{full} is {tuple(value.shape)}; config.json makes it {shape}")
-        return value
+        return value.to(self.device)
 
     def fp32(self, name: str, *shape: int) -> Tensor:
         """An unquantised tensor as fp32."""
@@ -59,7 +63,7 @@ class Weights:
             return streamed(weight.float()), False
         for scale_name in (f"{name}.scale", f"{name}.weight_scale_inv"):
             if self.has(scale_name):
-                scale = self.source.load(self.prefix + scale_name)
+                scale = self.source.load(self.prefix + scale_name).to(self.device)
                 return streamed(dequantize_fp8_block(weight, scale)), True
         raise CheckpointError(f"{self.prefix}{name}.weight is fp8 but there is no scale beside it")
 

@@ -135,7 +135,7 @@ class Released:
                 q, *self.cos_sin, num_heads=INDEX_HEADS, quantised=True
             ),
             "index_select": lambda: triton_indexer.index_select(
-                query, weights, keys, self.rows, ratio=4, top_k=TOP_K
+                query, weights, keys, self.rows, ratio=4, top_k=TOP_K, gate_scale=0.01
             ),
         }
 

@@ -144,7 +144,7 @@ def index_inputs(rows: Rows, device: torch.device) -> tuple[Tensor, Tensor, Cach
         num_heads=heads,
         quantised=True,
     )
-    weights = randn(n, heads, device=device, dtype=torch.float32)
+    weights = randn(n, 40 + heads, device=device, dtype=torch.float32)[:, 40:]
     return q, weights, paged(Mxfp4Rows(DIM, 64), rows)
 
 
@@ -169,8 +169,8 @@ def test_index_select(
     monkeypatch.setattr(triton_indexer, "CHUNK", chunk)
     rows = step(name, device)
     q, weights, keys = index_inputs(rows, device)
-    got = triton_indexer.index_select(q, weights, keys, rows, ratio=4, top_k=32)
-    want = index_select(q, weights, keys, rows, ratio=4, top_k=32)
+    got = triton_indexer.index_select(q, weights, keys, rows, ratio=4, top_k=32, gate_scale=0.3)
+    want = index_select(q, weights, keys, rows, ratio=4, top_k=32, gate_scale=0.3)
     real = rows.positions >= 0
     assert got.dtype == want.dtype
     assert torch.equal(got[real], want[real])
@@ -180,7 +180,9 @@ def test_equal_scores_choose_the_first_entries(device: torch.device) -> None:
     rows = make_rows([(767, 768)], short=True, device=device)
     q, weights, keys = index_inputs(rows, device)
     for monkeyed in (weights * 0, weights * -0.0):
-        got = triton_indexer.index_select(q, monkeyed, keys, rows, ratio=4, top_k=32)
+        got = triton_indexer.index_select(
+            q, monkeyed, keys, rows, ratio=4, top_k=32, gate_scale=0.3
+        )
         assert got[0].tolist() == list(range(32))
 
 
@@ -202,7 +204,9 @@ def test_window_attention(name: str, kind: str, heads: int, device: torch.device
     entries = paged(Fp8Rows(NOPE, ROPE, 256 // ratio), rows) if ratio else None
     selected = None
     if kind == "csa":
-        selected = index_select(*index_inputs(rows, device), rows, ratio=4, top_k=32)
+        selected = index_select(
+            *index_inputs(rows, device), rows, ratio=4, top_k=32, gate_scale=0.3
+        )
     args = (q, sink, window, chunk, entries, selected, *angles(rows.positions), rows)
     settings = {"scale": 1 / math.sqrt(DIM), "sliding_window": window_size, "ratio": ratio}
     got = triton_attention.window_attention(*args, **settings)
@@ -261,7 +265,7 @@ def test_rows_do_not_depend_on_company(device: torch.device) -> None:
         assert torch.equal(a[7:8], b)
     rows = step("decode", device)
     q, weights, keys = index_inputs(rows, device)
-    chosen = triton_indexer.index_select(q, weights, keys, rows, ratio=4, top_k=32)
+    chosen = triton_indexer.index_select(q, weights, keys, rows, ratio=4, top_k=32, gate_scale=0.3)
     window = ringed(Fp8Rows(NOPE, ROPE, 42), rows)
     entries = paged(Fp8Rows(NOPE, ROPE, 64), rows)
     heads = randn(len(q), 64, DIM, device=device)
