@@ -75,6 +75,7 @@ def parser() -> argparse.ArgumentParser:
     _plan(_command(commands, "plan", "say what fits on which cards, and how fast it will be"))
     bench = _command(commands, "bench", "measure a server, the engine, or a step")
     add_bench_flags(bench, num_tokens)
+    _parse(_command(commands, "parse", "print a model's raw output as the message it makes"))
     doctor_parser = _command(commands, "doctor", "report on this machine")
     doctor_parser.add_argument("--json", action="store_true", help="as one JSON object")
     _launch(_command(commands, "launch", "start a coding agent that talks to this server"))
@@ -148,6 +149,12 @@ def _engine_flags(made: argparse.ArgumentParser) -> None:
                        help="a longer step is logged and makes /health answer 503")  # fmt: skip
     steps.add_argument("--overlap", "--async-scheduling", action=argparse.BooleanOptionalAction,
                        default=True, help="make a step while the last one runs")  # fmt: skip
+    steps.add_argument("--spec-tokens", type=int, default=None, metavar="N",
+                       help="drafted by the MTP block per step (default: none)")  # fmt: skip
+    steps.add_argument("--adaptive-spec", action=argparse.BooleanOptionalAction, default=True,
+                       help="draft fewer while that does not pay")  # fmt: skip
+    steps.add_argument("--speculative-config", type=json_object, default=None, metavar="JSON",
+                       help='{"method": "mtp", "num_speculative_tokens": N}')  # fmt: skip
 
 
 def _sampling_flags(made: argparse.ArgumentParser) -> None:
@@ -251,6 +258,27 @@ def _plan(made: argparse.ArgumentParser) -> None:
     steps.add_argument("--kv-cache-memory", type=num_bytes, default=None, metavar="SIZE")
 
 
+def _parse(made: argparse.ArgumentParser) -> None:
+    made.add_argument("file", metavar="FILE",
+                      help="raw output: text, a JSON list of token ids (if MODEL is a folder), or "
+                      "a file of --log-raw-output; - is stdin")  # fmt: skip
+    made.add_argument("--model", required=True, metavar="MODEL",
+                      help="deepseek-v4-flash, glm-5.2, or a folder with a tokenizer")  # fmt: skip
+    made.add_argument("--tools", default=None, metavar="JSON_FILE",
+                      help="the request's tools, or the whole request")  # fmt: skip
+    made.add_argument("--tool-choice", default=None, metavar="CHOICE",
+                      help="auto, none, required or a tool's name")  # fmt: skip
+    made.add_argument("--thinking", choices=["on", "off"], default="on",
+                      help="whether the prompt left reasoning open")  # fmt: skip
+    made.add_argument("--finish", choices=["stop", "length"], default=None,
+                      help="why the model ended (default: as logged, or stop)")  # fmt: skip
+    made.add_argument("--chunk", type=chunk, default=1, metavar="N",
+                      help="tokens or characters at a time, or all (default: 1)")  # fmt: skip
+    made.add_argument("--stop", action="append", default=[], metavar="TEXT",
+                      help="a stop string; repeat for several")  # fmt: skip
+    made.add_argument("--stream", action="store_true", help="print each delta, too")
+
+
 def _launch(made: argparse.ArgumentParser) -> None:
     made.add_argument("client", choices=["claude", "codex", "opencode"])
     made.add_argument("--url", default="http://127.0.0.1:8000", help="where the server listens")
@@ -299,6 +327,15 @@ def num_tokens(text: str) -> int:
     if text[-1:] in ("K", "M", "G"):
         return _quantity(text.lower() + "ib", text)
     return _quantity(text, text)
+
+
+def chunk(text: str) -> int | None:
+    """Parse a number of tokens above 0, or "all", which is None."""
+    if text == "all":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number above 0 nor all")
+    return int(text)
 
 
 def json_object(text: str) -> dict[str, object]:

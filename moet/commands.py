@@ -6,6 +6,7 @@ Heavy parts are imported when a command runs, so that `moet --help` is quick.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -184,6 +185,28 @@ def bench(args: argparse.Namespace) -> int:
     return run(args)
 
 
+def parse(args: argparse.Namespace) -> int:
+    """Print the message that raw output makes, one JSON object a line."""
+    from moet import parse as parsing
+    from moet.types import FinishReason
+
+    tools, tool_choice = parsing.read_tools(args.tools, args.tool_choice)
+    how = parsing.Reading(
+        tools=tools,
+        tool_choice=tool_choice,
+        thinking=args.thinking == "on",
+        finish=None if args.finish is None else FinishReason(args.finish),
+        chunk=args.chunk,
+        stop=tuple(args.stop),
+    )
+    speech = parsing.Speech.of(args.model)
+    raw = parsing.read_input(args.file)
+    read = parsing.parse if args.stream else parsing.whole
+    for line in read(raw, speech, how, name=args.file):
+        print(json.dumps(line, ensure_ascii=False))
+    return 0
+
+
 def doctor(args: argparse.Namespace) -> int:
     """Report on this machine; exit code 1 if something will keep moet from serving."""
     from moet.doctor import report
@@ -227,6 +250,8 @@ def version(args: argparse.Namespace) -> int:
     return 0
 
 
+MTP_METHODS = ("mtp", "deepseek_mtp", "glm4_moe_mtp")  # names of the same thing elsewhere
+
 COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "serve": serve,
     "chat": chat,
@@ -235,6 +260,7 @@ COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "make-checkpoint": make_checkpoint,
     "plan": plan,
     "bench": bench,
+    "parse": parse,
     "doctor": doctor,
     "launch": launch,
     "version": version,
@@ -279,12 +305,35 @@ def _engine(
             overlap=args.overlap,
             queue_timeout_s=args.queue_timeout,
             step_timeout_s=args.step_timeout,
+            num_spec_tokens=num_spec_tokens(args),
+            adaptive_spec=args.adaptive_spec,
         ),
         seed=args.seed,
         own_process=own_process,
         wait=wait,
         on_death=on_death,
     )
+
+
+def num_spec_tokens(args: argparse.Namespace) -> int:
+    """From --spec-tokens, or the JSON that vLLM takes."""
+    given = args.speculative_config
+    if given is None:
+        return args.spec_tokens or 0
+    if args.spec_tokens is not None:
+        raise ConfigError("--spec-tokens and --speculative-config say the same; give one of them")
+    unknown = given.keys() - {"method", "num_speculative_tokens"}
+    if unknown or given.get("method", "mtp") not in MTP_METHODS:
+        raise ConfigError(
+            f"--speculative-config is {given}; this server drafts with the model's own MTP block: "
+            '{"method": "mtp", "num_speculative_tokens": N}'
+        )
+    number = given.get("num_speculative_tokens")
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise ConfigError(
+            f"--speculative-config has num_speculative_tokens {number!r}; it must be an integer"
+        )
+    return number
 
 
 def _kv_dtype(args: argparse.Namespace) -> KVDtype:

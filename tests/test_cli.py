@@ -17,6 +17,8 @@ import pytest
 
 from moet import __version__
 from moet.cli import main, num_bytes, num_tokens, parser, with_dashes
+from moet.commands import num_spec_tokens
+from moet.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 
@@ -236,3 +238,32 @@ def test_a_disk_without_folder_or_size_is_refused(
     with pytest.raises(SystemExit):
         main(["serve", "--kv-disk-cache", value])
     assert "--kv-disk-cache" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "number"),
+    [
+        ([], 0),
+        (["--spec-tokens", "3"], 3),
+        (["--speculative-config", '{"method": "mtp", "num_speculative_tokens": 2}'], 2),
+        (["--speculative_config", '{"num_speculative_tokens": 1}'], 1),
+    ],
+)
+def test_drafts_by_either_spelling(words: list[str], number: int) -> None:
+    args = parser().parse_args(with_dashes(["serve", *words]))
+    assert num_spec_tokens(args) == number
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--spec-tokens", "1", "--speculative-config", '{"num_speculative_tokens": 1}'],
+        ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'],
+        ["--speculative-config", '{"num_speculative_tokens": "2"}'],
+        ["--speculative-config", '{"num_speculative_tokens": 2, "model": "x"}'],
+        ["--speculative-config", "{}"],
+    ],
+)
+def test_other_kinds_of_drafts_are_refused(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match="--spec"):
+        num_spec_tokens(parser().parse_args(["serve", *words]))

@@ -54,7 +54,13 @@ def load_core(config: EngineConfig, progress: Progress) -> EngineCore:
     pack = open_pack(config.model, progress)
     _require_memory(config, pack.config)
     progress("weights", 0.0)
-    model = load_model(pack.config, pack, config.settings, config.cache.kv_dtype)
+    model = load_model(
+        pack.config,
+        pack,
+        config.settings,
+        config.cache.kv_dtype,
+        config.scheduler.num_spec_tokens,
+    )
     experts, counted = _experts(pack, config.settings, progress)
     progress("ready", 1.0)
     return EngineCore(
@@ -80,6 +86,7 @@ def _kv_identity(pack: Pack, config: EngineConfig) -> str:
         "config": pack.config,
         "settings": asdict(config.settings),
         "kv_dtype": config.cache.kv_dtype,
+        "num_spec_tokens": config.scheduler.num_spec_tokens,
     }
     return json.dumps(parts, sort_keys=True)
 
