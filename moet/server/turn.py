@@ -106,10 +106,13 @@ def _grammar(form: ChatFormat, turn: Turn, prompt: EncodedPrompt) -> GrammarSpec
 
 
 class TurnReader:
-    """One sample's increments as deltas. White space alone is no reasoning and is not shown."""
+    """One sample's increments as deltas. White space alone is no reasoning and is not shown.
+
+    Without a tokenizer, reasoning tokens are not counted.
+    """
 
     def __init__(
-        self, turn: Turn, lexicon: Lexicon, prompt: EncodedPrompt, tokenizer: Tokenizer
+        self, turn: Turn, lexicon: Lexicon, prompt: EncodedPrompt, tokenizer: Tokenizer | None
     ) -> None:
         self.reasoning_tokens = 0
         self.finish: Finish | None = None  # set by the last increment
@@ -122,9 +125,11 @@ class TurnReader:
             tool_choice=turn.options.tool_choice,
             parallel_tool_calls=turn.parallel_tool_calls,
         )
-        self._counter = ReasoningCounter(
-            lexicon.grammar, tokenizer, in_reasoning=prompt.start == "reasoning"
-        )
+        self._counter: ReasoningCounter | None = None
+        if tokenizer is not None:
+            self._counter = ReasoningCounter(
+                lexicon.grammar, tokenizer, in_reasoning=prompt.start == "reasoning"
+            )
         self._blank = ""  # reasoning that has shown nothing yet
         self._reasons = False  # whether the last delta shown was reasoning
         self._called = False
@@ -136,8 +141,9 @@ class TurnReader:
 
     def read(self, output: Output) -> list[Delta]:
         """The deltas that an increment makes; none if all of it is held back."""
-        self._counter.push(output.token_ids)
-        self.reasoning_tokens = self._counter.count
+        if self._counter is not None:
+            self._counter.push(output.token_ids)
+            self.reasoning_tokens = self._counter.count
         deltas = self._parser.feed(output.pieces)
         if output.finish_reason is not None:
             self.finish = self._parser.finish(output.finish_reason, stop_reason=output.stop_reason)
