@@ -309,3 +309,21 @@ def test_settings_that_cannot_work_are_refused(tmp_path: Path) -> None:
         make_core(host_cache_blocks=1)
     with pytest.raises(ConfigError, match="which model"):
         make_core(disk=(tmp_path, BUDGET), kv_identity="")
+
+
+@LOOPS
+@BOTH
+def test_a_session_with_drafts_goes_on_after_a_restart(
+    resumable: bool, overlap: bool, tmp_path: Path
+) -> None:
+    prompt = list(SESSION)
+    for turn, expected in enumerate((0, 88, 116)):
+        model = FakeModel(resumable=resumable, num_spec_tokens=3, draft_rate=0.7)
+        core = make_core(model, num_pages=60, disk=(tmp_path, BUDGET), overlap=overlap)
+        answer, cached = _answer(core, f"{turn}", prompt, max_tokens=27)
+        assert cached >= expected
+        assert answer[0] == _cold(prompt, resumable, max_tokens=27)[0]  # type: ignore[index]
+        assert core.stats().num_disk_rejected == 0
+        core.check()
+        core.shutdown()
+        prompt += [*answer[0], 5] if turn else []  # type: ignore[index]
