@@ -17,6 +17,7 @@ import random
 import socket
 import subprocess
 import time
+from array import array
 from collections import Counter
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -42,10 +43,11 @@ RESULTS = Path(__file__).parent / "results" / "load.json"
 NUM_CONVERSATIONS = 64
 PAGE_SIZE = 64
 VOCAB_SIZE = 300
-NUM_PAGES = 1200  # less than all conversations want at their longest, so that some are moved
+NUM_PAGES = 1600  # less than all conversations want at their longest, so that some are moved
 MAX_MODEL_LEN = 16_384
 TURNS = 6  # of a conversation: calls, results and answers
 LEAVES = 0.02  # share of answers whose reader goes away in the middle
+MAX_STEPS = 1 << 20  # whose times are kept
 TAG_TOKENS = 64  # before the answer, in which its number stands
 SAMPLE_S = 5.0
 TOOL = {
@@ -161,7 +163,7 @@ class ReplayModel:
     def _token(self, number: int, place: int) -> int:
         script = self._scripts.get(number)
         if script is None:
-            if len(self._scripts) > 4096:
+            if len(self._scripts) > 256:
                 self._scripts.clear()
             script = self._scripts[number] = spoken(number) if number >= 0 else [EOS]
         return script[place] if 0 <= place < len(script) else EOS
@@ -189,17 +191,19 @@ class TimedCore(EngineCore):
             seed=0,
         )
         self._times_file = times_file
-        self._times: list[int] = []
+        self._times = array("Q", bytes(8 * MAX_STEPS))  # all of it now, so that memory is flat
+        self._num_steps = 0
 
     def step(self) -> Any:
         began = time.thread_time_ns()
         try:
             return super().step()
         finally:
-            self._times.append(time.thread_time_ns() - began)
+            self._times[self._num_steps % MAX_STEPS] = time.thread_time_ns() - began
+            self._num_steps += 1
 
     def shutdown(self) -> None:
-        Path(self._times_file).write_text(json.dumps(self._times))
+        Path(self._times_file).write_text(json.dumps(self._times[: self._num_steps].tolist()))
         super().shutdown()
 
 
