@@ -1,0 +1,145 @@
+"""Time every Triton op of a V4-Flash layer at released shapes against its byte floor, on one GPU.
+
+    python -m bench.ops [--rows 1,3,8,32] [--context 1024,131072] [--chunk 2048] [--out FILE]
+
+First runs the comparisons with the references (tests/kernels/accelerated). An op is captured in a
+graph of repeated calls, so that launch gaps count and host time does not. The floor is the bytes
+that the op must move over the copy rate that the same run measures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.kernels.accelerated.released import (
+    DIM,
+    HEADS,
+    INDEX_DIM,
+    INDEX_HEADS,
+    RANK,
+    TOP_K,
+    WIDTH,
+    WINDOW,
+    Released,
+)
+
+REPEATS, ROUNDS = 20, 7
+ROW_BYTES, KEY_BYTES = 584, 68
+
+
+def milliseconds(call: Callable[[], object]) -> float:
+    """Median over rounds of one call's time inside a captured graph."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        for _ in range(REPEATS):
+            call()
+    times = []
+    for _ in range(ROUNDS + 1):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / REPEATS)
+    return sorted(times[1:])[ROUNDS // 2]
+
+
+def copy_rate() -> float:
+    """Bytes per second that a large device copy reads and writes."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / (milliseconds(lambda: target.copy_(source)) * 1e-3)
+
+
+def floor_bytes(rows: int, context: int) -> dict[str, int]:
+    """Bytes that each op must at least read and write, of `rows` sequences of that context."""
+    streams, x, post = 4 * DIM * 2, DIM * 2, (4 + 16) * 4
+    site, entries = 24 * 4 * DIM * 4, context // 4
+    heads, few = HEADS * WIDTH * 2, min(TOP_K, entries)
+    scanned = entries * KEY_BYTES if entries > TOP_K else 0
+    state = {"csa": 2 * 4 * 1024, "index": 2 * 4 * 256, "hca": 2 * 4 * 512}
+    each = {
+        "hc_enter": streams + x + post,
+        "hc_pass": 2 * streams + 2 * x + 2 * post,
+        "hc_post": 2 * streams + x + post,
+        "hc_head_norm": streams + x,
+        "rms_norm": 2 * RANK * 2,
+        "norm_rope_heads": 2 * heads,
+        "write_kv": WIDTH * 2 + ROW_BYTES,
+        "copy_entries": 2 * ROW_BYTES,
+        "compress_csa": state["csa"] * (2 + 8 // 4) + ROW_BYTES // 4,
+        "compress_index": state["index"] * (2 + 8 // 4) + KEY_BYTES // 4,
+        "compress_hca": state["hca"] * (2 + 1) + ROW_BYTES // 128,
+        "index_query": 2 * INDEX_HEADS * INDEX_DIM * 2,
+        "index_select": scanned + 2 * 4 * TOP_K,
+        "attention_window": 2 * heads + min(WINDOW, context) * ROW_BYTES,
+        "attention_csa": 2 * heads + (min(WINDOW, context) + few) * ROW_BYTES,
+        "attention_hca": 2 * heads + (min(WINDOW, context) + context // 128) * ROW_BYTES,
+    }
+    once = {"hc_enter": site, "hc_pass": site, "hc_head_norm": site // 6}
+    return {name: size * rows + once.get(name, 0) for name, size in each.items()}
+
+
+def measure(rows: int, context: int, rate: float, *, chunk: bool) -> list[dict[str, Any]]:
+    step = Released(rows, context, torch.device("cuda"), chunk=chunk)
+    floors = floor_bytes(rows, context)
+    found = []
+    for name, call in step.ops().items():
+        taken = milliseconds(call) * 1e3
+        entry: dict[str, Any] = {"op": name, "rows": rows, "context": context, "chunk": chunk}
+        entry["us"] = round(taken, 2)
+        if not chunk:  # a chunk's keys are shared by its rows, which the floors do not know
+            entry["floor_us"] = round(floors[name] / rate * 1e6, 2)
+        found.append(entry)
+        print(json.dumps(entry), flush=True)
+    return found
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",") if part]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=numbers, default=[1, 3, 8, 32])
+    parser.add_argument("--context", type=numbers, default=[1024, 131072])
+    parser.add_argument("--chunk", type=numbers, default=[2048])
+    parser.add_argument("--out", type=Path, default=Path("bench/results/ops.json"))
+    parser.add_argument("--skip-tests", action="store_true")
+    args = parser.parse_args()
+    if not args.skip_tests:
+        subprocess.run([sys.executable, "-m", "pytest", "tests/kernels/accelerated"], check=True)
+    torch.manual_seed(0)
+    rate = copy_rate()
+    ops = [
+        entry
+        for rows in args.rows
+        for context in args.context
+        for entry in measure(rows, context, rate, chunk=False)
+    ]
+    for rows in args.chunk:
+        ops += measure(rows, max(8192, rows), rate, chunk=True)
+    result = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "copy_bytes_per_s": rate,
+        "ops": ops,
+    }
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
