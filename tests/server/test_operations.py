@@ -15,6 +15,7 @@ import httpx
 import msgspec
 import pytest
 
+from moet.cli import parser
 from moet.config import ServerConfig
 from moet.errors import ConfigError, EngineDeadError
 from moet.runtime.engine import Engine
@@ -288,3 +289,28 @@ def test_the_page_is_open_and_complete_and_everything_else_needs_the_key() -> No
             assert api.get(f"/static/{name}").status_code in (401, 404)
         assert api.get("/live").status_code == 401
         assert api.get("/moe/stats").status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("given", "origins"),
+    [
+        ('["https://a", "https://b:3"]', ("https://a", "https://b:3")),
+        ("https://a, https://b:3", ("https://a", "https://b:3")),
+        ("*", ("*",)),
+    ],
+)
+def test_origins_are_listed_as_vllm_or_by_commas(given: str, origins: tuple[str, ...]) -> None:
+    args = parser().parse_args(["serve", "--allowed-origins", given])
+    assert args.allowed_origins == origins
+
+
+@pytest.mark.parametrize("given", ["[1]", "[", '["a'])
+def test_origins_that_are_no_list_are_refused(given: str) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args(["serve", "--allowed-origins", given])
+
+
+@pytest.mark.parametrize("limit", [0.0, -1.0])
+def test_a_limit_of_no_time_is_refused(limit: float) -> None:
+    with pytest.raises(ConfigError, match="--request-timeout"):
+        ServerConfig(request_timeout_s=limit)
