@@ -142,7 +142,8 @@ def plan(
             f"{MAX_EXPERTS}: send fewer rows at once"
         )
     most = max(1, min(pairs, experts + 1 + pairs // rows))
-    numbers = torch.zeros(4 * most + 1 + pairs, dtype=torch.int32, device=expert_ids.device)
+    make = torch.empty if pairs else torch.zeros  # no pairs, no kernel to write the count
+    numbers = make(4 * most + 1 + pairs, dtype=torch.int32, device=expert_ids.device)
     entries, num_entries, places = torch.split_with_sizes(numbers, [4 * most, 1, pairs])
     work = Work(entries.view(most, 4), num_entries, places)
     if pairs:

@@ -113,3 +113,18 @@ def test_the_source_hash_covers_included_headers(
     after = {name: build.source_hash(name) for name in build.sources()}
     assert before["stream_gemm"] != after["stream_gemm"]
     assert before["bandwidth"] == after["bandwidth"]
+
+
+def has_the_compiler() -> bool:
+    try:
+        return build.compiler_version(tools.find_tool("nvcc")) == build.COMPILER
+    except CubinError:
+        return False
+
+
+@pytest.mark.skipif(not has_the_compiler(), reason=f"needs nvcc {build.COMPILER}")
+@pytest.mark.parametrize("arch", sorted(build.ARCHS))
+def test_a_build_is_reproducible(tmp_path: Path, arch: str) -> None:
+    target = tmp_path / "bandwidth.cubin"
+    build.compile_source("bandwidth", arch, target)
+    assert target.read_bytes() == (build.CUBINS / arch / "bandwidth.cubin").read_bytes()

@@ -92,6 +92,8 @@ DEVICE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_depend
 
 DEVICE uint32_t shuffle(uint32_t value, int lane) { return __shfl_sync(~0u, value, lane); }
 DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(~0u, value, mask); }
+DEVICE uint32_t warp_max(uint32_t v) { return __reduce_max_sync(~0u, v); }
+DEVICE uint32_t warp_min(uint32_t v) { return __reduce_min_sync(~0u, v); }
 DEVICE uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) {
   uint32_t r;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selector));

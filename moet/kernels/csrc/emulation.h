@@ -263,6 +263,14 @@ DEVICE uint32_t shuffle(uint32_t value, int lane) {
 DEVICE float shuffle_xor(float value, int mask) {
   return bits_float(shuffle(float_bits(value), (threadIdx.x & 31) ^ mask));
 }
+DEVICE uint32_t warp_max(uint32_t value) {
+  for (int step = 1; step < 32; step *= 2) {
+    uint32_t other = shuffle(value, (threadIdx.x & 31) ^ step);
+    value = other > value ? other : value;
+  }
+  return value;
+}
+DEVICE uint32_t warp_min(uint32_t value) { return ~warp_max(~value); }
 template <uint32_t MASK, uint32_t FACTOR>
 DEVICE uint32_t masked_multiply_add(uint32_t a, uint32_t b) {
   return (a & MASK) * FACTOR + b;

@@ -180,36 +180,42 @@ KERNEL(32, 8) route_experts(GRID_CONSTANT RouteArgs p) {
   let_next_kernel_start();
   int lane = threadIdx.x, token = blockIdx.x;
   const float* logits = p.logits + uint64_t(token) * p.experts;
-  float key[SCORES];
+  float score[SCORES];
+  uint32_t key[SCORES];  // in the order of score + bias; 0 is less than all
 #pragma unroll
   for (int i = 0; i < SCORES; i++) {
     int e = lane + 32 * i;
-    key[i] = bits_float(0xFF800000u);  // -infinity
-    if (e < p.experts) key[i] = score_of(logits[e], p.sigmoid) + (p.bias ? p.bias[e] : 0.0f);
+    key[i] = 0, score[i] = 0.0f;
+    if (e < p.experts) {
+      score[i] = score_of(logits[e], p.sigmoid);
+      uint32_t bits = float_bits(score[i] + (p.bias ? p.bias[e] : 0.0f) + 0.0f);
+      key[i] = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    }
   }
   float total = 0.0f, mine = 0.0f;
-  int64_t my_id = 0;
+  int my_id = 0;
   for (int k = 0; k < p.top_k; k++) {
-    float best = bits_float(0xFF800000u);
-    int id = 1 << 30;
+    int id;
     if (p.table) {
       id = static_cast<int>(p.table[uint64_t(token) * p.top_k + k]);
     } else {
+      uint32_t best = 0, first = ~0u;
 #pragma unroll
-      for (int i = 0; i < SCORES; i++)
-        if (key[i] > best) best = key[i], id = lane + 32 * i;
-      for (int step = 16; step > 0; step /= 2) {
-        float other = shuffle_xor(best, step);
-        int other_id = static_cast<int>(shuffle(id, lane ^ step));
-        if (other > best || (other == best && other_id < id)) best = other, id = other_id;
-      }
+      for (int i = 0; i < SCORES; i++) best = key[i] > best ? key[i] : best;
+      best = warp_max(best);
 #pragma unroll
-      for (int i = 0; i < SCORES; i++)
-        if (lane + 32 * i == id) key[i] = bits_float(0xFF800000u);
+      for (int i = SCORES - 1; i >= 0; i--)
+        if (key[i] == best) first = lane + 32 * i;
+      id = static_cast<int>(warp_min(first));
     }
-    float score = id >= 0 && id < p.experts ? score_of(logits[id], p.sigmoid) : 0.0f;
-    total = k ? add_rn(total, score) : score;
-    if (lane == k) mine = score, my_id = id;
+    float chosen = 0.0f;
+#pragma unroll
+    for (int i = 0; i < SCORES; i++)
+      if (lane + 32 * i == id) chosen = score[i], key[i] = 0;
+    chosen = bits_float(shuffle(float_bits(chosen), id & 31));
+    if (id < 0 || id >= p.experts) chosen = 0.0f;
+    total = k ? add_rn(total, chosen) : chosen;
+    if (lane == k) mine = chosen, my_id = id;
   }
   if (lane < p.top_k) {
     p.expert_ids[uint64_t(token) * p.top_k + lane] = my_id;
