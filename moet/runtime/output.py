@@ -19,6 +19,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     index: which of the caller's requests. pieces: the text that became certain, control tokens as
     pieces of their own; it may lag behind token_ids, which are the ids of this increment.
     stop_reason: the stop string or stop_token_ids entry that ended it; None at the model's own end.
+    num_draft_tokens were tried for the request so far, and num_accepted_tokens of them held.
     """
 
     index: int
@@ -31,6 +32,8 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     num_cached_tokens: int = 0
     error: str | None = None
     overloaded: bool = False
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     @property
     def text(self) -> str:
@@ -123,6 +126,8 @@ class TextAssembler:
             num_cached_tokens=event.num_cached_tokens,
             error=event.error,
             overloaded=event.overloaded,
+            num_draft_tokens=event.num_draft_tokens,
+            num_accepted_tokens=event.num_accepted_tokens,
         )
 
     def _stop_id(self, event: TokenEvent) -> int | None:

@@ -112,6 +112,7 @@ class Clock:
         self.num_prompt_tokens = num_prompt_tokens
         self.num_cached_tokens = 0  # set by who knows which samples share a prompt
         self.num_tokens = 0
+        self.drafts: dict[int, tuple[int, int]] = {}  # by answer: tried, and of these accepted
         self.finish_reasons: list[str] = []
         self.opened_at = time()  # wall clock, for traces; everything else is monotonic
         self.opened = monotonic()
@@ -121,6 +122,8 @@ class Clock:
         """Take an increment into account."""
         if output.finish_reason is not None:
             self.finish_reasons.append(output.finish_reason.value)
+        if output.num_draft_tokens:
+            self.drafts[output.index] = output.num_draft_tokens, output.num_accepted_tokens
         if not output.token_ids:
             return
         self.last = monotonic()
@@ -132,7 +135,7 @@ class Clock:
         prompt_s = max(0.0, (self.first or monotonic()) - self.opened)
         predicted_s = max(0.0, self.last - self.first)
         num_computed = max(0, self.num_prompt_tokens - self.num_cached_tokens)
-        return {
+        timings: dict[str, Any] = {
             "prompt_n": num_computed,
             "cache_n": self.num_cached_tokens,
             "prompt_ms": round(1000 * prompt_s, 3),
@@ -141,6 +144,10 @@ class Clock:
             "predicted_ms": round(1000 * predicted_s, 3),
             "predicted_per_second": _rate(self.num_tokens - 1, predicted_s),
         }
+        if self.drafts:
+            tried, accepted = zip(*self.drafts.values(), strict=True)
+            timings |= {"draft_n": sum(tried), "draft_n_accepted": sum(accepted)}
+        return timings
 
 
 def _rate(number: int, seconds: float) -> float | None:

@@ -20,8 +20,10 @@ from moet.config import ServerConfig
 from moet.errors import ConfigError, EngineDeadError
 from moet.runtime.engine import Engine
 from moet.runtime.host import ThreadHost
+from moet.runtime.output import Output
 from moet.server import tracing
 from moet.server.app import create_app
+from moet.server.operations import Clock
 from moet.types import TokenEvent
 from tests.scripted import ScriptedCore, endless, faulty
 from tests.server.serving import (
@@ -54,6 +56,23 @@ def test_timings_come_on_demand_alone() -> None:
         options = {"timings": True, "stream_options": {"include_usage": True}}
         last = api.chunks(CHAT, {"messages": HELLO, **options})[-1]
         assert last["usage"]["completion_tokens"] == last["timings"]["predicted_n"]
+
+
+def test_timings_count_drafts_of_all_answers() -> None:
+    clock = Clock(5)
+    assert "draft_n" not in clock.timings()
+    for index, tried, held in ((0, 3, 1), (1, 2, 2), (0, 9, 4), (0, 12, 6)):  # sums so far
+        clock.see(
+            Output(
+                index=index,
+                pieces=[],
+                token_ids=[1],
+                num_draft_tokens=tried,
+                num_accepted_tokens=held,
+            )
+        )
+    timings = clock.timings()
+    assert (timings["draft_n"], timings["draft_n_accepted"]) == (14, 8)
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, MESSAGES])
