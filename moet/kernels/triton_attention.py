@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # mypy: disable-error-code="import-untyped, attr-defined, misc"
 """Attention kernels over fp8 rows. One program takes one row's query, all heads at once, over the
-window or over a fixed share of its entries; shares are joined in ascending order. Short steps split
-a row over programs, long ones do not, so that neither depends on the number of rows."""
+window or over a fixed share of its entries; shares are joined in ascending order. Short steps give
+each share a program, long ones take a row's shares in turn, with the same sums in one order."""
 
 from __future__ import annotations
 
@@ -58,11 +58,36 @@ def load_rows(pages, data_at, scales_at, valid, DIM: tl.constexpr, ROPE: tl.cons
 
 
 @triton.jit
+def scaled_sum(a, x, b, y):
+    """a * x + b * y, all of one shape. Rounds twice in a fixed way, which the compiler may not
+    choose, so that kernels that share this share its bits."""
+    return tl.fma(b, y, a * x)
+
+
+@triton.jit
+def add_part(top, acc, part_top, part_acc):
+    """Join two sums that are relative to different maxima. acc: [H, N]; top: [H]."""
+    new_top = tl.maximum(top, part_top)
+    old = tl.broadcast_to(tl.exp2(top - new_top)[:, None], acc.shape)
+    new = tl.broadcast_to(tl.exp2(part_top - new_top)[:, None], acc.shape)
+    return scaled_sum(old, acc, new, part_acc)
+
+
+@triton.jit
+def add_total(top, total, part_top, part_total):
+    """The same for the sums of weights, [H]. Returns the new maximum too."""
+    new_top = tl.maximum(top, part_top)
+    old, new = tl.exp2(top - new_top), tl.exp2(part_top - new_top)
+    return new_top, scaled_sum(old, total, new, part_total)
+
+
+@triton.jit
 def finish(top, total, acc, sink, DTYPE: tl.constexpr):
     """Divide, with the sink in the sum. Rounds."""
     shift = tl.maximum(top, sink)
     factor = tl.exp2(top - shift)
-    return (acc * (factor / (total * factor + tl.exp2(sink - shift)))[:, None]).to(DTYPE)
+    share = factor / tl.fma(total, factor, tl.exp2(sink - shift))
+    return (acc * share[:, None]).to(DTYPE)
 
 
 @triton.jit
@@ -101,6 +126,7 @@ def attend(
     ENTRIES: tl.constexpr,
     TOP_K: tl.constexpr,
     SPLIT: tl.constexpr,
+    WHOLE: tl.constexpr,
     HAS_CHUNK: tl.constexpr,
     HEADS: tl.constexpr,
     HB: tl.constexpr,
@@ -108,15 +134,16 @@ def attend(
     ROPE: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Row, share, head block. SPLIT: entries of a share (share 0 is the window); 0: all at once."""
+    """Row, share, head block. Share 0 is the window, the others SPLIT entries each. WHOLE: all
+    shares of a row in turn, and its output; otherwise one share, and its sums."""
     row = tl.program_id(0).to(tl.int64)
-    split = tl.program_id(1)
     h = tl.program_id(2) * HB + tl.arange(0, HB)
     d = tl.arange(0, DIM)
     r = tl.arange(0, ROPE)
     at = (row * HEADS + h)[:, None] * DIM + d[None, :]
     turned_at = (row * HEADS + h)[:, None] * DIM + (DIM - ROPE + r)[None, :]
     real = (h < HEADS)[:, None]
+    plain = real & (d < DIM - ROPE)[None, :]
     p = tl.load(positions + row)
     visible = (p + 1) // RATIO if RATIO > 0 else 0
     if TOP_K > 0:
@@ -124,76 +151,84 @@ def attend(
     # Keys of a row: the tokens of its window, then its entries.
     oldest = tl.maximum(p - WINDOW + 1, 0)
     num_tokens = p + 1 - oldest
-    first = 0
-    last = num_tokens + visible
-    if SPLIT > 0:
-        first = tl.where(split == 0, 0, num_tokens + (split - 1) * SPLIT)
-        last = tl.where(split == 0, num_tokens, tl.minimum(last, first + SPLIT))
-    if (p >= 0) & (first < last):
-        plain = real & (d < DIM - ROPE)[None, :]
+    num_shares = 1 + tl.cdiv(visible, SPLIT)
+    first_share = 0 if WHOLE else tl.program_id(1)
+    last_share = num_shares if WHOLE else tl.minimum(first_share + 1, num_shares)
+    if (p >= 0) & (first_share < last_share):
         q = tl.load(q_ptr + at, mask=plain, other=0.0).to(tl.bfloat16)
         q_turned = tl.load(q_ptr + turned_at, mask=real, other=0.0).to(tl.bfloat16)
-        top = tl.full([HB], float("-inf"), tl.float32)
-        total = tl.zeros([HB], tl.float32)
-        acc = tl.zeros([HB, DIM], tl.float32)
-        acc_turned = tl.zeros([HB, ROPE], tl.float32)
         start = tl.load(starts + row)
         ring = tl.load(seq_slots + row) * RING_BYTES
         table = page_table + tl.load(page_rows + row) * table_stride
         DATA: tl.constexpr = DIM + ROPE
         SCALE_BYTES: tl.constexpr = ((DIM - ROPE) // 64 + 7) // 8 * 8
-        for first_key in range(first, last, KEYS):
-            key = first_key + tl.arange(0, KEYS)
-            valid = key < last
-            token = oldest + key
-            place = token % RING
-            data_at = ring + place * DATA
-            scales_at = ring + RING * DATA + place * SCALE_BYTES
-            if HAS_CHUNK:
-                base = chunk.to(tl.int64) - window.to(tl.int64)
-                own = row + token - p
-                fresh = token >= start
-                data_at = tl.where(fresh, base + own * DATA, data_at)
-                own_scales = base + CHUNK_ENTRIES * DATA + own * SCALE_BYTES
-                scales_at = tl.where(fresh, own_scales, scales_at)
-            if RATIO > 0:
-                is_entry = key >= num_tokens
-                entry = key - num_tokens
-                if TOP_K > 0:
-                    wanted = selected + row * TOP_K + entry
-                    entry = tl.load(wanted, mask=valid & is_entry, other=0)
-                page = tl.load(table + entry // ENTRIES, mask=valid & is_entry, other=0)
-                base = entries.to(tl.int64) - window.to(tl.int64) + page * PAGE_BYTES
-                place = entry % ENTRIES
-                data_at = tl.where(is_entry, base + place * DATA, data_at)
-                entry_scales = base + ENTRIES * DATA + place * SCALE_BYTES
-                scales_at = tl.where(is_entry, entry_scales, scales_at)
-            k, turned = load_rows(window, data_at, scales_at, valid, DIM, ROPE)
-            logits = tl.dot(q_turned, tl.trans(turned), tl.dot(q, tl.trans(k))) * scale
-            logits = tl.where(valid[None, :], logits, float("-inf"))
-            new_top = tl.maximum(top, tl.max(logits, 1))
-            factor = tl.exp2(top - new_top)
-            share = tl.exp2(logits - new_top[:, None])
-            total = total * factor + tl.sum(share, 1)
-            share = share.to(tl.bfloat16)
-            acc = tl.dot(share, k, acc * factor[:, None])
-            acc_turned = tl.dot(share, turned, acc_turned * factor[:, None])
-            top = new_top
-        if SPLIT > 0:
-            part = (row * tl.num_programs(1) + split) * HEADS + h
-            parts = part_acc + part[:, None] * DIM
-            tl.store(parts + d[None, :], acc, mask=plain)
-            tl.store(parts + (DIM - ROPE + r)[None, :], acc_turned, mask=real)
-            tl.store(part_sum + part * 2, top, mask=h < HEADS)
-            tl.store(part_sum + part * 2 + 1, total, mask=h < HEADS)
-        else:
+        all_top = tl.full([HB], float("-inf"), tl.float32)
+        all_total = tl.zeros([HB], tl.float32)
+        all_acc = tl.zeros([HB, DIM], tl.float32)
+        all_turned = tl.zeros([HB, ROPE], tl.float32)
+        for share in range(first_share, last_share):
+            first = tl.where(share == 0, 0, num_tokens + (share - 1) * SPLIT)
+            last = tl.where(share == 0, num_tokens, first + SPLIT)
+            last = tl.minimum(last, num_tokens + visible)
+            top = tl.full([HB], float("-inf"), tl.float32)
+            total = tl.zeros([HB], tl.float32)
+            acc = tl.zeros([HB, DIM], tl.float32)
+            acc_turned = tl.zeros([HB, ROPE], tl.float32)
+            for first_key in range(first, last, KEYS):
+                key = first_key + tl.arange(0, KEYS)
+                valid = key < last
+                token = oldest + key
+                place = token % RING
+                data_at = ring + place * DATA
+                scales_at = ring + RING * DATA + place * SCALE_BYTES
+                if HAS_CHUNK:
+                    base = chunk.to(tl.int64) - window.to(tl.int64)
+                    own = row + token - p
+                    fresh = token >= start
+                    data_at = tl.where(fresh, base + own * DATA, data_at)
+                    own_scales = base + CHUNK_ENTRIES * DATA + own * SCALE_BYTES
+                    scales_at = tl.where(fresh, own_scales, scales_at)
+                if RATIO > 0:
+                    is_entry = key >= num_tokens
+                    entry = key - num_tokens
+                    if TOP_K > 0:
+                        wanted = selected + row * TOP_K + entry
+                        entry = tl.load(wanted, mask=valid & is_entry, other=0)
+                    page = tl.load(table + entry // ENTRIES, mask=valid & is_entry, other=0)
+                    base = entries.to(tl.int64) - window.to(tl.int64) + page * PAGE_BYTES
+                    place = entry % ENTRIES
+                    data_at = tl.where(is_entry, base + place * DATA, data_at)
+                    entry_scales = base + ENTRIES * DATA + place * SCALE_BYTES
+                    scales_at = tl.where(is_entry, entry_scales, scales_at)
+                k, turned = load_rows(window, data_at, scales_at, valid, DIM, ROPE)
+                logits = tl.dot(q_turned, tl.trans(turned), tl.dot(q, tl.trans(k))) * scale
+                logits = tl.where(valid[None, :], logits, float("-inf"))
+                new_top = tl.maximum(top, tl.max(logits, 1))
+                factor = tl.exp2(top - new_top)
+                weight = tl.exp2(logits - new_top[:, None])
+                total = tl.fma(total, factor, tl.sum(weight, 1))
+                weight = weight.to(tl.bfloat16)
+                acc = tl.dot(weight, k, acc * factor[:, None])
+                acc_turned = tl.dot(weight, turned, acc_turned * factor[:, None])
+                top = new_top
+            if WHOLE:
+                all_acc = add_part(all_top, all_acc, top, acc)
+                all_turned = add_part(all_top, all_turned, top, acc_turned)
+                all_top, all_total = add_total(all_top, all_total, top, total)
+            else:
+                part = (row * tl.num_programs(1) + share) * HEADS + h
+                parts = part_acc + part[:, None] * DIM
+                tl.store(parts + d[None, :], acc, mask=plain)
+                tl.store(parts + (DIM - ROPE + r)[None, :], acc_turned, mask=real)
+                tl.store(part_sum + part * 2, top, mask=h < HEADS)
+                tl.store(part_sum + part * 2 + 1, total, mask=h < HEADS)
+        if WHOLE:
             dtype: tl.constexpr = out.dtype.element_ty
             sink = tl.load(sink_ptr + h, mask=h < HEADS, other=0.0) * 1.4426950408889634
             cos, sin = load_angles(cos_ptr, sin_ptr, row, ROPE)
-            tl.store(out + at, finish(top, total, acc, sink, dtype), mask=plain)
-            turned = finish(top, total, acc_turned, sink, dtype).to(tl.float32)
-            turned = rotate_pairs(turned, cos, -sin)
-            tl.store(out + turned_at, turned.to(dtype), mask=real)
+            tl.store(out + at, finish(all_top, all_total, all_acc, sink, dtype), mask=plain)
+            turned = finish(all_top, all_total, all_turned, sink, dtype).to(tl.float32)
+            tl.store(out + turned_at, rotate_pairs(turned, cos, -sin).to(dtype), mask=real)
 
 
 @triton.jit
@@ -232,11 +267,8 @@ def join(
             part_top = tl.load(part_sum + part * 2, mask=h < HEADS, other=0.0)
             part_total = tl.load(part_sum + part * 2 + 1, mask=h < HEADS, other=0.0)
             part_row = part_acc + part[:, None] * DIM + d[None, :]
-            new_top = tl.maximum(top, part_top)
-            old, new = tl.exp2(top - new_top), tl.exp2(part_top - new_top)
-            total = total * old + part_total * new
-            acc = acc * old[:, None] + tl.load(part_row, mask=real, other=0.0) * new[:, None]
-            top = new_top
+            acc = add_part(top, acc, part_top, tl.load(part_row, mask=real, other=0.0))
+            top, total = add_total(top, total, part_top, part_total)
         sink = tl.load(sink_ptr + h, mask=h < HEADS, other=0.0) * 1.4426950408889634
         cos, sin = load_rotation(cos_ptr, sin_ptr, row, DIM, ROPE)
         o = finish(top, total, acc, sink, out.dtype.element_ty).to(tl.float32)
@@ -271,10 +303,10 @@ def window_attention(
     most = 0
     if entries is not None:
         most = rows.max_entries(ratio) if selected is None else min(top_k, rows.max_entries(ratio))
-    split = 0 if not rows.short else 128 if selected is not None else 256
-    num_splits = 1 + triton.cdiv(most, split) if split else 1
+    split = 256 if selected is None else 128
+    num_splits = 1 + triton.cdiv(most, split) if rows.short else 1
     heads = min(tiles.heads, max(16, triton.next_power_of_2(num_heads)))
-    parts = num_rows * num_splits * num_heads if split else 0
+    parts = num_rows * num_splits * num_heads if rows.short else 0
     part_acc = torch.empty(parts * dim, dtype=torch.float32, device=q.device)
     part_sum = torch.empty(parts * 2, dtype=torch.float32, device=q.device)
     ring, paged = fp8_form(window), fp8_form(entries or window)
@@ -311,6 +343,7 @@ def window_attention(
         WINDOW=sliding_window,
         RING=ring.entries_per_page,
         ENTRIES=paged.entries_per_page,
+        WHOLE=not rows.short,
         HAS_CHUNK=chunk is not None,
         HB=heads,
         KEYS=tiles.keys,
@@ -318,7 +351,7 @@ def window_attention(
         num_stages=1,
         **facts,
     )
-    if split:
+    if rows.short:
         join_heads = min(8, num_heads)
         join[(num_rows, triton.cdiv(num_heads, join_heads))](
             sink,

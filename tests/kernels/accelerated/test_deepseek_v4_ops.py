@@ -84,12 +84,13 @@ def test_norm_rope_heads(n: int, heads: int, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("name", STEP_NAMES)
-def test_write_kv(name: str, device: torch.device) -> None:
+@pytest.mark.parametrize("nope", [NOPE, 448])
+def test_write_kv(name: str, nope: int, device: torch.device) -> None:
     rows = step(name, device)
-    n = len(rows.positions)
-    kv = randn(n, DIM + 64, device=device)[:, 64:] * 3
-    weight = randn(DIM, device=device, dtype=torch.float32)
-    got = ringed(Fp8Rows(NOPE, ROPE, 130), rows)
+    n, dim = len(rows.positions), nope + ROPE
+    kv = randn(n, dim + 64, device=device)[:, 64:] * 3
+    weight = randn(dim, device=device, dtype=torch.float32)
+    got = ringed(Fp8Rows(nope, ROPE, 130), rows)
     want, slots = twin(got), rows.ring_slots(130)
     triton_rows.write_kv(kv, weight, *angles(rows.positions), got, slots, eps=EPS)
     write_kv(kv, weight, *angles(rows.positions), want, slots, eps=EPS)
@@ -295,3 +296,38 @@ def test_rows_do_not_depend_on_company(device: torch.device) -> None:
         )
 
     assert torch.equal(attend(slice(7, 8)), attend(slice(0, None))[7:8])
+
+
+@pytest.mark.parametrize("kind", ["window", "csa", "hca"])
+def test_long_steps_compute_a_row_as_short_ones_do(kind: str, device: torch.device) -> None:
+    short = make_rows([(700, 703)], short=True, device=device)
+    long = Rows(
+        **{
+            name: getattr(short, name)
+            for name in ("positions", "starts", "ends", "seq_slots", "page_rows", "page_table")
+        },
+        page_size=short.page_size,
+        short=False,
+    )
+    ratio = {"window": 0, "csa": 4, "hca": 128}[kind]
+    n, cos_sin = 3, angles(short.positions)
+    ring = ringed(Fp8Rows(NOPE, ROPE, 42), short)
+    chunk, written = ring.scratch(n), twin(ring)
+    kv, weight = randn(n, DIM, device=device), randn(DIM, device=device, dtype=torch.float32)
+    triton_rows.write_kv(kv, weight, *cos_sin, chunk, long.row_ids, eps=EPS)
+    triton_rows.write_kv(kv, weight, *cos_sin, written, short.ring_slots(42), eps=EPS)
+    entries = paged(Fp8Rows(NOPE, ROPE, 256 // ratio), short) if ratio else None
+    selected = None
+    if kind == "csa":
+        selected = index_select(
+            *index_inputs(short, device), short, ratio=4, top_k=160, gate_scale=0.3
+        )
+    state = randn(64, device=device, dtype=torch.float32), randn(n, 64, DIM, device=device)
+    settings = {"scale": 0.1, "sliding_window": 40, "ratio": ratio}
+
+    def attend(window: Cache, own: Cache | None, rows: Rows) -> Tensor:
+        sink, q = state
+        args = (q, sink, window, own, entries, selected, *cos_sin, rows)
+        return triton_attention.window_attention(*args, **settings)
+
+    assert torch.equal(attend(written, None, short), attend(ring, chunk, long))
