@@ -244,11 +244,12 @@ def make_core(
     host_cache_blocks: int = 0,
     disk: tuple[Path, int] | None = None,
     kv_identity: str = "fake",
+    vocab_size: int | None = None,
     **scheduler: object,
 ) -> EngineCore:
     """A core around a FakeModel; memory is given in pages, blocks and snapshots.
 
-    disk: a folder and its budget in bytes.
+    disk: a folder and its budget in bytes. vocab_size: of the tokenizer, if not the model's.
     """
     model = model or FakeModel()
     spec = model.kv_cache_spec()
@@ -270,7 +271,7 @@ def make_core(
         cache=cache,
         scheduler=SchedulerConfig(**scheduler),  # type: ignore[arg-type]
         precision="w2",
-        vocab_size=model.vocab_size,
+        vocab_size=vocab_size or model.vocab_size,
         seed=seed,
         kv_identity=kv_identity,
     )

@@ -46,6 +46,8 @@ COMPILE_POLL_S = 0.01  # how long an idle step waits for a grammar before new co
 class EngineCore:
     """A model at work. `precision` names the policy that the experts are computed with.
 
+    vocab_size: of the tokenizer. The model's ids beyond it are padding, neither taken nor made.
+
     With scheduler.num_spec_tokens, the model must have been built for as many drafts.
 
     Without `grammars`, requests that bring one are refused. kv_identity: everything that KV state
@@ -110,7 +112,7 @@ class EngineCore:
             counters=self._counters,
             tiers=tiers,
         )
-        sampler = SamplerState(num_seqs, model.vocab_size)
+        sampler = SamplerState(num_seqs, model.vocab_size, num_token_ids=vocab_size)
         self._runner = ModelRunner(
             model,
             experts,

@@ -12,7 +12,6 @@ import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +61,7 @@ def load_core(config: EngineConfig, progress: Progress) -> EngineCore:
         config.scheduler.num_spec_tokens,
     )
     experts, counted = _experts(pack, config.settings, progress)
+    tokenizer = Tokenizer.from_folder(model_folder(config.model))
     progress("ready", 1.0)
     return EngineCore(
         model,
@@ -69,11 +69,9 @@ def load_core(config: EngineConfig, progress: Progress) -> EngineCore:
         cache=config.cache,
         scheduler=config.scheduler,
         precision=config.settings.precision,
-        vocab_size=model.vocab_size,
+        vocab_size=min(tokenizer.vocab_size, model.vocab_size),
         seed=config.seed,
-        grammars=GrammarCompiler(
-            partial(Tokenizer.from_folder, model_folder(config.model)), model.vocab_size
-        ),
+        grammars=GrammarCompiler(lambda: tokenizer, model.vocab_size),
         expert_stats=counted.stats,
         kv_identity=_kv_identity(pack, config),
     )

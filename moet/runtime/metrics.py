@@ -51,7 +51,7 @@ class Histogram:
 class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine core has settled on; constant while it lives."""
 
-    vocab_size: int
+    vocab_size: int  # without the padding of the model's
     max_model_len: int
     precision: str
     page_size: int  # tokens

@@ -204,6 +204,7 @@ class ModelRunner:
             return
         top_n = row.seq.request.params.prompt_logprobs
         assert top_n is not None
+        logits = self.sampler.without_padding(logits)
         result.prompt_logprobs[index] = prompt_logprobs(logits, row.targets, top_n)
 
     def _sample(

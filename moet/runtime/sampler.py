@@ -17,6 +17,9 @@ The parameters of a row act in this order, each on the result of the one before:
    (seed, position) alone; with a proposal, acceptance.py decides by what is left whether it holds;
 10. a sequence that has used up its thinking budget takes the end of thinking instead.
 
+Before all of that, and for log-probabilities too, the ids beyond the tokenizer's are taken out: a
+model's vocabulary may be padded, and the rows of the padding are untrained.
+
 Reported log-probabilities are those of the raw logits, before step 1. A row's result does not
 depend on the other rows, bit for bit: the parameters of a row alone choose the operations that it
 goes through, and each of them works row by row in a fixed order.
@@ -60,7 +63,16 @@ class SamplerState:
     before the host knows it. Counts are kept only for slots whose parameters need them.
     """
 
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        vocab_size: int,
+        device: torch.device | str = "cpu",
+        *,
+        num_token_ids: int | None = None,
+    ) -> None:
+        """vocab_size: of the logits. num_token_ids: those below may come; None: all of them."""
+
         def per_slot(dtype: torch.dtype) -> Tensor:
             return torch.zeros(num_slots, dtype=dtype, device=device)
 
@@ -68,6 +80,7 @@ class SamplerState:
             return torch.zeros(num_slots, vocab_size, dtype=dtype, device=device)
 
         self.vocab_size = vocab_size
+        self._num_token_ids = vocab_size if num_token_ids is None else num_token_ids
         self.last_token = per_slot(torch.int64)
         self._params: list[SamplingParams | None] = [None] * num_slots
         self._seed = per_slot(torch.int64)
@@ -160,6 +173,7 @@ class SamplerState:
         only some tokens may follow, with their bits as in runtime/grammar.py: [words] int32.
         proposals: rows that a draft was made for; it holds if it is the row's token.
         """
+        logits = self.without_padding(logits)
         slot_list = slots.tolist()
         rows = [self._row_params(slot) for slot in slot_list]
         scores = self._adjust(logits, slot_list, positions, rows, masks or {})
@@ -202,6 +216,7 @@ class SamplerState:
         A draft follows the slot's parameters, but not what depends on the tokens before it
         (penalties, masks, min_tokens): those act when it is verified.
         """
+        logits = self.without_padding(logits)
         rows = [self._row_params(slot) for slot in slots.tolist()]
         biased = [i for i, params in enumerate(rows) if _has_bias(params)]
         if biased:
@@ -217,6 +232,14 @@ class SamplerState:
             for place, token_id in enumerate(draw(probs, uniform).tolist()):
                 made[sampled[place]] = Proposal(token_id, probs[place])
         return made
+
+    def without_padding(self, logits: Tensor) -> Tensor:
+        """The logits, a copy if the vocabulary is padded: then the padding's are -inf."""
+        if self._num_token_ids >= self.vocab_size:
+            return logits
+        logits = logits.clone()
+        logits[:, self._num_token_ids :] = float("-inf")
+        return logits
 
     def check(self) -> None:
         """Raise AssertionError if a free slot still holds counts, bias or end tokens."""

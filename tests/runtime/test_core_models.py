@@ -59,6 +59,7 @@ def _core(case: Case, num_pages: int = 80, **options: object) -> EngineCore:
     mode = options.pop("prefix_cache", "off")
     experts = options.pop("experts", rig.experts)
     tiers: dict[str, Any] = options.pop("tiers", {})  # type: ignore[assignment]
+    vocab_size: int = options.pop("vocab_size", rig.model.vocab_size)  # type: ignore[assignment]
     return EngineCore(
         rig.model,
         experts,  # type: ignore[arg-type]
@@ -70,7 +71,7 @@ def _core(case: Case, num_pages: int = 80, **options: object) -> EngineCore:
         ),
         scheduler=SchedulerConfig(**{"overlap": False, **options}),  # type: ignore[arg-type]
         precision="fp4",
-        vocab_size=rig.model.vocab_size,
+        vocab_size=vocab_size,
         seed=0,
         kv_identity=case,
     )
@@ -202,3 +203,14 @@ def _copies(count: int) -> list[Request]:
         Request(request_id=f"crosses{i}", prompt_token_ids=prompt, params=params)
         for i in range(count)
     ]
+
+
+@CASES
+def test_an_id_that_the_tokenizer_lacks_never_comes_however_likely(case: Case) -> None:
+    asked = request("a", [1, 2], max_tokens=12, logprobs=0)
+    likely = max(_run(_core(case), [asked])["a"][0])  # type: ignore[call-overload]
+    core = _core(case, vocab_size=likely)
+    tokens, logprobs = _run(core, [asked])["a"]
+    assert max(tokens) < likely  # type: ignore[call-overload]
+    assert len(logprobs) == 12  # type: ignore[arg-type]
+    assert all(-20 < value < 0 for value in logprobs)  # type: ignore[attr-defined]
