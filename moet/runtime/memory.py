@@ -35,7 +35,12 @@ def require_fit(config: EngineConfig, raw_config: Mapping[str, Any], available_b
     raw_config: the model's config.json. Raises ConfigError as `plan` does.
     """
     settings, cache, scheduler = config.settings, config.cache, config.scheduler
-    model = footprint(raw_config, kv_dtype=cache.kv_dtype, rounding=settings.rounding)
+    model = footprint(
+        raw_config,
+        kv_dtype=cache.kv_dtype,
+        rounding=settings.rounding,
+        num_spec_tokens=scheduler.num_spec_tokens,
+    )
     chosen = PlanSettings(
         precision=settings.precision,
         max_model_len=scheduler.max_model_len,

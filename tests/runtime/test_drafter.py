@@ -28,6 +28,7 @@ class Block:
     """Drafts twice the token of a row, plus one; hidden states grow by 100 with each pass."""
 
     max_rows: int = 100
+    nan_token: int | None = None
     passes: list[Asked] = field(default_factory=list)
 
     def draft(
@@ -45,6 +46,8 @@ class Block:
         self.passes.append(asked)
         drafts = (inputs.token_ids[inputs.logits_indices] * 2 + 1) % VOCAB
         logits = torch.nn.functional.one_hot(drafts, VOCAB).float()
+        if self.nan_token is not None:
+            logits[inputs.token_ids[inputs.logits_indices] == self.nan_token] = torch.nan
         return ModelOutput(logits, hidden_states + 100)
 
 
@@ -133,6 +136,15 @@ def test_passes_are_made_in_parts_where_experts_do_not_fit(max_rows: int) -> Non
 
 def test_without_room_for_a_row_there_are_no_drafts() -> None:
     assert _run(Block(max_rows=0), [_settled(0, 0, [1, 2], 3, drafts=2)], 2) == [[]]
+
+
+def test_logits_that_are_not_numbers_end_the_drafts_of_their_sequence_alone() -> None:
+    settled = [
+        _settled(0, 0, [1], 3, first=0, drafts=3),
+        _settled(1, 0, [1], 15, first=1, drafts=3),  # its second draft row has token 31
+        _settled(2, 0, [1], 31, first=2, drafts=3),
+    ]
+    assert _run(Block(nan_token=31), settled, 3) == [[7, 15, 31], [31], []]
 
 
 def test_no_rows_no_pass() -> None:
