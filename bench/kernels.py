@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import datetime
 import json
 import statistics
 from collections.abc import Callable
@@ -73,17 +74,38 @@ class Bench:
 
     def streamed(self, op: str, shape: str, us: float, num_bytes: int, target: float) -> None:
         """A row whose floor is the time that its bytes take to be read."""
-        share = num_bytes / us / self.read_bytes_per_us
-        self.add(op, shape, us=us, bytes=num_bytes, share_of_read_rate=share, target=target)
+        share = 100 * num_bytes / us / self.read_bytes_per_us
+        note = f"{us:.1f} us for {num_bytes:,} bytes"
+        self.add(f"{op}, {shape}", share, "% of read rate", "higher", 100.0, 100 * target, note)
 
     def computed(self, op: str, shape: str, us: float, flops: float, target: float) -> None:
         """A row whose figure is arithmetic."""
-        self.add(op, shape, us=us, tflops=flops / us / 1e6, target_tflops=target)
+        rate = flops / us / 1e6
+        self.add(f"{op}, {shape}", rate, "TFLOP/s", "higher", None, target, f"{us:.0f} us")
 
-    def add(self, op: str, shape: str, **figures: float) -> None:
-        self.rows.append({"op": op, "shape": shape, **figures})
-        shown = " ".join(f"{key}={value:.4g}" for key, value in figures.items())
-        print(f"{op:28s} {shape:28s} {shown}", flush=True)
+    def add(
+        self,
+        case: str,
+        value: float,
+        unit: str,
+        better: str,
+        floor: float | None,
+        target: float,
+        note: str = "",
+    ) -> None:
+        """Keep a row of the result file and print it. A target of 0 is none."""
+        row = {
+            "case": case,
+            "value": value,
+            "unit": unit,
+            "better": better,
+            "floor": floor,
+            "target": target or None,
+            "note": note,
+        }
+        self.rows.append(row)
+        wanted = f" (target {target:.4g})" if target else ""
+        print(f"{case:52s} {value:.4g} {unit}{wanted} {note}", flush=True)
 
 
 def read_rate(bench: Bench) -> None:
@@ -97,7 +119,8 @@ def read_rate(bench: Bench) -> None:
         launch = partial(bench.kernels.launch, "read_buffer", threads=512, shared_bytes=0)
         us = bench.time_us([partial(launch, grid=grid, args=args)] * 4)
         bench.read_bytes_per_us = max(bench.read_bytes_per_us, words * 16 / us)
-    bench.add("read", "4 GiB", tb_per_s=bench.read_bytes_per_us / 1e6)
+    rate = bench.read_bytes_per_us / 1e6
+    bench.add("read, 4 GiB", rate, "TB/s", "higher", None, 0.0, "the 100 % of the other rows")
 
 
 def random_pool(format: ExpertRows, experts: int) -> ExpertPool:
@@ -230,14 +253,10 @@ def moe_layer(bench: Bench) -> None:
             ids, _ = route(kernels, logits, top_k=top_k, scaling_factor=1.5, bias=bias)
             chosen += int(ids.unique().numel())
         num_bytes = chosen / len(layers) * format.row_bytes + 3 * d * i + 2 * experts * d
-        target_us = 1.35 * num_bytes / bench.read_bytes_per_us + 6
-        bench.add(
-            "moe layer, decode",
-            f"V4-Flash T={t}",
-            us=us,
-            bytes=num_bytes,
-            target_us=target_us,
-        )
+        floor_us = num_bytes / bench.read_bytes_per_us
+        case = f"moe layer, decode, V4-Flash T={t}"
+        note = f"{num_bytes:,.0f} bytes"
+        bench.add(case, us, "us", "lower", floor_us, 1.35 * floor_us + 6, note)
 
 
 def prefill_experts(bench: Bench, format: ExpertRows, tokens: int, target: float) -> None:
@@ -321,6 +340,7 @@ def peers(bench: Bench) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/kernels.json")
+    parser.add_argument("--commit", default="", help="what to call the sources that are measured")
     args = parser.parse_args()
     torch.manual_seed(0)
     bench = Bench(Kernels(DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE))
@@ -339,9 +359,10 @@ def main() -> None:
     peers(bench)
     assert int(bench.error) == 0, f"a kernel reported error {int(bench.error)}"
     result = {
-        "device": torch.cuda.get_device_name(DEVICE),
-        "torch": torch.__version__,
+        "hardware": f"{torch.cuda.get_device_name(DEVICE)}, torch {torch.__version__}",
+        "commit": args.commit,
         "command": "python bench/kernels.py",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "rows": bench.rows,
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
