@@ -19,9 +19,11 @@ import subprocess
 import time
 from array import array
 from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -41,6 +43,7 @@ from tests.texts import EOS, byte_tokenizer, ids, text_side
 
 RESULTS = Path(__file__).parent / "results" / "load.json"
 NUM_CONVERSATIONS = 64
+NUM_DEMO_LANES = 8  # it computes on the CPU
 PAGE_SIZE = 64
 VOCAB_SIZE = 300
 NUM_PAGES = 1600  # less than all conversations want at their longest, so that some are moved
@@ -218,6 +221,14 @@ class Build:
         return TimedCore(self.times_file)
 
 
+def serve_demo(port: int, times_file: str) -> None:
+    """The server's process, with the demo model, whose words are random."""
+    Service(
+        lambda on_death: Engine("demo", own_process=True, wait=False, on_death=on_death),
+        ServerConfig(port=port),
+    ).run()
+
+
 def serve(port: int, times_file: str) -> None:
     """The server's process."""
     service = Service(
@@ -248,7 +259,11 @@ class Tally:
 
 
 async def answer(
-    client: httpx.AsyncClient, messages: list[dict[str, Any]], tally: Tally, leave: bool
+    client: httpx.AsyncClient,
+    messages: list[dict[str, Any]],
+    tally: Tally,
+    leave: bool,
+    fields: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any] | None:
     """One streamed answer put together as an agent does; None if the reader left."""
     body = {
@@ -258,6 +273,7 @@ async def answer(
         "max_tokens": 4000,
         "stream": True,
         "stream_options": {"include_usage": True},
+        **fields,
     }
     made: dict[str, Any] = {"reasoning": "", "content": "", "calls": {}, "finish": None}
     began, num_chunks = time.perf_counter(), 0
@@ -361,6 +377,34 @@ async def conversation(client: httpx.AsyncClient, lane: int, until: float, tally
         tally.counts["conversations"] += 1
 
 
+async def talk(client: httpx.AsyncClient, lane: int, until: float, tally: Tally) -> None:
+    """Requests to a model of random words: whatever it says, the stream and its calls are whole."""
+    rng = random.Random(lane)
+    while time.monotonic() < until:
+        messages = [{"role": "user", "content": f"word {rng.random()} " * rng.randint(1, 20)}]
+        choice = rng.choice(["auto", "required"])
+        made = await answer(
+            client,
+            messages,
+            tally,
+            rng.random() < LEAVES,
+            {"max_tokens": rng.randint(4, 60), "tool_choice": choice, "temperature": 1.0},
+        )
+        if made is None:
+            continue
+        tally.counts[f"finished_{made['finish']}"] += 1
+        if "DSML" in made["content"]:
+            tally.wrong("wrong_content", made["content"])
+        for call in made["calls"].values() if made["finish"] == "tool_calls" else ():
+            tally.counts["calls"] += 1
+            try:
+                whole = isinstance(json.loads(call["arguments"]), dict)
+            except ValueError:
+                whole = False
+            if not whole or call["name"] != "write_file":
+                tally.wrong("malformed_calls", str(call))
+
+
 def said(made: dict[str, Any]) -> dict[str, Any]:
     """The answer as a message of the next request."""
     message: dict[str, Any] = {"role": "assistant", "content": made["content"]}
@@ -398,8 +442,11 @@ async def watch(
         await asyncio.sleep(SAMPLE_S)
 
 
+Lane = Callable[[httpx.AsyncClient, int, float, Tally], Coroutine[None, None, None]]
+
+
 async def drive(
-    url: str, server: psutil.Process, minutes: float
+    url: str, server: psutil.Process, minutes: float, lane_of: Lane, num_lanes: int
 ) -> tuple[Tally, list[dict[str, float]], dict[str, Any], float]:
     """All conversations; the tally, the samples, the last state and the seconds it took."""
     tally, samples = Tally(), []
@@ -409,7 +456,7 @@ async def drive(
         watcher = asyncio.create_task(watch(client, server, samples))
         began = time.monotonic()
         until = began + 60 * minutes
-        lanes = (conversation(client, lane, until, tally) for lane in range(NUM_CONVERSATIONS))
+        lanes = (lane_of(client, lane, until, tally) for lane in range(num_lanes))
         await asyncio.gather(*lanes)
         took_s = time.monotonic() - began
         watcher.cancel()
@@ -459,13 +506,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument(
+        "--demo", action="store_true", help="the demo model instead; its result goes beside"
+    )
     args = parser.parse_args()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    num_lanes = NUM_DEMO_LANES if args.demo else NUM_CONVERSATIONS
     times_file = args.output.with_suffix(".times")
     process = multiprocessing.get_context("spawn").Process(
-        target=serve, args=(port, str(times_file))
+        target=serve_demo if args.demo else serve, args=(port, str(times_file))
     )
     process.start()
     assert process.pid is not None
@@ -473,15 +524,42 @@ def main() -> None:
     try:
         url = f"http://127.0.0.1:{port}"
         tally, samples, live, took_s = asyncio.run(
-            drive(url, psutil.Process(process.pid), args.minutes)
+            drive(
+                url,
+                psutil.Process(process.pid),
+                args.minutes,
+                talk if args.demo else conversation,
+                num_lanes,
+            )
         )
     finally:
         process.terminate()
         process.join(60)
-    step_ns = json.loads(times_file.read_text())
-    times_file.unlink()
+    result = report(tally, samples, live, took_s, load_before)
+    result["conversations_at_once"] = num_lanes
+    if args.demo:
+        result["what"] = "streaming requests with tools to the demo model"
+        args.output = args.output.with_stem(args.output.stem + "_demo")
+    else:
+        step_ns = json.loads(times_file.read_text())
+        times_file.unlink()
+        result["host_cpu_ms_per_step"] = percentiles(step_ns, 1e6)
+    args.output.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+    print(json.dumps({k: v for k, v in result.items() if k != "samples"}, indent=2))
+    if any(result["failures"].values()) or result["leaked_pages"]:
+        raise SystemExit(1)
+
+
+def report(
+    tally: Tally,
+    samples: list[dict[str, float]],
+    live: dict[str, Any],
+    took_s: float,
+    load_before: float,
+) -> dict[str, Any]:
+    """What was seen, as the file has it."""
     stats = live["stats"]
-    result = {
+    return {
         "what": "streaming conversations with tools; a replaying model, the real core and server",
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "commit": commit(),
@@ -489,13 +567,11 @@ def main() -> None:
         "cores": psutil.cpu_count(),
         "load_average_before": round(load_before, 1),
         "minutes": round(took_s / 60, 2),
-        "conversations_at_once": NUM_CONVERSATIONS,
         "tokens_per_s": round(stats["generation_tokens"] / took_s, 1),
         "failures": {name: tally.counts[name] for name in FAILURES},
         "first_failures": tally.first_wrong,
         "counts": {k: v for k, v in sorted(tally.counts.items()) if k not in FAILURES},
         "time_to_first_chunk_s": percentiles(tally.ttft_s, 1.0),
-        "host_cpu_ms_per_step": percentiles(step_ns, 1e6),
         "num_steps": stats["num_steps"],
         "num_preemptions": stats["num_preemptions"],
         "leaked_pages": stats["num_used_pages"],
@@ -504,10 +580,6 @@ def main() -> None:
         "memory": flatness(samples),
         "samples": samples[:: max(1, len(samples) // 20)],
     }
-    args.output.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
-    print(json.dumps({k: v for k, v in result.items() if k != "samples"}, indent=2))
-    if any(result["failures"].values()) or result["leaked_pages"]:  # type: ignore[union-attr]
-        raise SystemExit(1)
 
 
 def commit() -> str:
