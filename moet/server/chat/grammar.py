@@ -91,6 +91,10 @@ class Lexicon:
         self._forbidden = {ord(char): "\ufffd" for char in self._stand_ins.values()}
         tags = sorted(map(self._disguise, grammar.tags), key=len, reverse=True)
         self.first_tag = re.compile("|".join(map(re.escape, tags)))
+        # Up to ">" outside of quotes; a new tag or line ends a tag that lost its ">".
+        new = "<" + "".join(c for marker, c in self._stand_ins.items() if marker[0] == "<")
+        inside = f'[^{new}>"\\n]*'
+        self.tag_end = re.compile(rf'{inside}(?:"[^"]*"{inside})*(?:>|(?=[{new}\n]))')
         self.open_ended = frozenset(map(self._disguise, grammar.open_ended))
         self.tag_beginnings = frozenset(tag[:n] for tag in tags for n in range(1, len(tag)))
         self.longest_beginning = max(map(len, self.tag_beginnings), default=0)
@@ -136,7 +140,7 @@ class Lexicon:
         """The kind of a whole tag, and its attributes."""
         for kind, pattern in self._rules:
             if pattern.fullmatch(tag):
-                attributes = dict(_ATTRIBUTE.findall(tag))
+                attributes = {key: self.show(text) for key, text in _ATTRIBUTE.findall(tag)}
                 if tag.endswith("/>"):
                     attributes["/"] = ""
                 return kind, attributes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -10,9 +9,6 @@ from moet.runtime.detokenizer import Piece
 from moet.server.chat.grammar import Lexicon, TagKind
 
 MAX_TAG_CHARS = 512
-
-# Up to ">" outside of quotes; a new tag or line ends a tag that lost its ">".
-_TAG_END = re.compile(r'[^<>"\n]*(?:"[^"]*"[^<>"\n]*)*(?:>|(?=[<\n]))')
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +56,7 @@ class Lexer:
         """Take the tag that the buffer begins with; None if its end is not there yet."""
         end, cut_off = len(opening), False
         if opening in self._lexicon.open_ended:
-            match = _TAG_END.match(self._buffer, end, end + MAX_TAG_CHARS)
+            match = self._lexicon.tag_end.match(self._buffer, end, end + MAX_TAG_CHARS)
             if match:
                 end = match.end()
             elif len(self._buffer) < end + MAX_TAG_CHARS:
