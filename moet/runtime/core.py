@@ -294,6 +294,8 @@ class EngineCore:
             num_draft_tokens=counters.num_draft_tokens,
             num_accepted_tokens=sum(counters.accepted_by_position),
             num_accepted_by_position=list(counters.accepted_by_position),
+            num_grammar_hits=counters.num_grammar_hits,
+            num_grammars_refused=counters.num_grammars_refused,
             finished=dict(counters.finished),
             step_time_s=counters.step_time_s.stats(),
             step_tokens=counters.step_tokens.stats(),
@@ -304,6 +306,7 @@ class EngineCore:
             queue_time_s=counters.queue_time_s.stats(),
             prefill_time_s=counters.prefill_time_s.stats(),
             decode_time_s=counters.decode_time_s.stats(),
+            grammar_compile_s=counters.grammar_compile_s.stats(),
         )
 
     def check(self) -> None:
@@ -345,10 +348,18 @@ class EngineCore:
                 end_token_ids = seq.request.eos_token_ids
                 seq.constraint = self._grammars.constraint(spec, compiled, end_token_ids)
             except Exception as error:
+                self._counters.num_grammars_refused += 1
                 waiting.queued.set_exception(error)
             else:
+                self._count_grammar(waiting.job)
                 self._scheduler.add(seq)
                 waiting.queued.set_result(None)
+
+    def _count_grammar(self, job: CompileJob) -> None:
+        if job.took_s is None:
+            self._counters.num_grammar_hits += 1
+        else:
+            self._counters.grammar_compile_s.observe(job.took_s)
 
     def _apply(self, batch: Batch, result: StepResult) -> list[TokenEvent]:
         counters = self._counters

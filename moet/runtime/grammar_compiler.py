@@ -101,7 +101,9 @@ class GrammarCompiler:
         try:
             backends = self._load()
             job.began = time.perf_counter()
-            job.future.set_result(self._compile(job.spec, backends))
+            compiled = self._compile(job.spec, backends)
+            job.took_s = time.perf_counter() - job.began
+            job.future.set_result(compiled)
         except Exception as error:  # the request's, whatever it is
             job.future.set_exception(error)
 
@@ -136,6 +138,7 @@ class CompileJob:
         self.spec = spec
         self.future: Future[Compiled] = Future()
         self.began: float | None = None  # seconds of time.perf_counter
+        self.took_s: float | None = None  # None if it was kept from before
         self._made = time.perf_counter()
         self._limit_s = time_limit_s
 

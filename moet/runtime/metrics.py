@@ -122,6 +122,8 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_by_position: list[int] = []  # of the first drafts, of the second ones, ...
+    num_grammar_hits: int = 0  # requests whose grammar was compiled before
+    num_grammars_refused: int = 0  # could not be compiled, or not in time
     finished: dict[str, int]  # by FinishReason
     step_time_s: HistogramStats  # of the device part
     step_tokens: HistogramStats
@@ -132,6 +134,7 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     queue_time_s: HistogramStats
     prefill_time_s: HistogramStats
     decode_time_s: HistogramStats
+    grammar_compile_s: HistogramStats
 
 
 @dataclass(slots=True)
@@ -157,6 +160,8 @@ class Counters:
     num_drafts: int = 0
     num_draft_tokens: int = 0
     accepted_by_position: list[int] = field(default_factory=list)
+    num_grammar_hits: int = 0
+    num_grammars_refused: int = 0
     finished: dict[str, int] = field(
         default_factory=lambda: {reason.value: 0 for reason in FinishReason}
     )
@@ -169,6 +174,7 @@ class Counters:
     queue_time_s: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS_S))
     prefill_time_s: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS_S))
     decode_time_s: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS_S))
+    grammar_compile_s: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS_S))
 
     def observe_drafts(self, num_drafts: int, num_accepted: int) -> None:
         """One sequence's drafts were verified, and the first num_accepted held."""

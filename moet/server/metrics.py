@@ -45,6 +45,8 @@ COUNTERS = {
     "kv_disk_cache_evicted": ("num_disk_evicted", "files deleted to keep the disk's budget"),
     "kv_disk_cache_rejected": ("num_disk_rejected", "damaged files that were not used"),
     "kv_disk_cache_errors": ("num_disk_errors", "failed reads and writes of the disk"),
+    "grammar_cache_hits": ("num_grammar_hits", "requests whose grammar was compiled before"),
+    "grammar_refusals": ("num_grammars_refused", "grammars that were not compiled, or not in time"),
     "split_steps": ("num_split_steps", "steps made in parts, as their experts did not fit"),
     "engine_steps": ("num_steps", "steps"),
 }
@@ -70,6 +72,7 @@ HISTOGRAMS = {
     "request_prefill_time_seconds": ("prefill_time_s", "first step to first token"),
     "request_decode_time_seconds": ("decode_time_s", "first token to last token"),
     "iteration_tokens_total": ("step_tokens", "rows of a step"),
+    "grammar_compile_seconds": ("grammar_compile_s", "compiling a grammar that was not kept"),
     "step_time_seconds": ("step_time_s", "device part of a step"),
 }
 

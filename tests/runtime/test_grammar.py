@@ -18,6 +18,8 @@ from moet.errors import RequestError
 from moet.runtime.grammar import Constraint, allowed, num_words
 from moet.runtime.grammar_check import check_grammar, is_exotic
 from moet.runtime.grammar_compiler import CompileJob, GrammarCompiler
+from moet.server.metrics import render
+from moet.server.operations import ServerCounters
 from moet.types import FinishReason, GrammarSpec, Request, SamplingParams, TokenEvent
 from tests.fakes import drain, tokens_of
 from tests.texts import EOS, byte_tokenizer, ids
@@ -468,6 +470,22 @@ def test_others_never_wait_for_a_grammar() -> None:
     assert 2 in model.batches
     gaps = {b - a for a, b in zip(steps["plain"], steps["plain"][1:], strict=False)}
     assert gaps == {1}  # a token in every step, while its mate has one in every other
+
+
+def test_grammars_are_counted() -> None:
+    core = writing_core()
+    for name in ("made", "kept"):
+        core.submit(grammar_request(name, schema(ANSWER)))
+        drain(core)
+    core.submit(grammar_request("refused", GrammarSpec(kind="ebnf", text="root ::= nowhere")))
+    drain(core)
+    stats = core.stats()
+    assert (stats.grammar_compile_s.count, stats.num_grammar_hits) == (1, 1)
+    assert stats.num_grammars_refused == 1
+    text = render(stats, core.info(), "m", ServerCounters()).decode()
+    for name in ("cache_hits_total", "refusals_total", "compile_seconds_count"):
+        assert f'moet:grammar_{name}{{model_name="m"}} 1.0' in text
+    core.shutdown()
 
 
 def test_ten_grammars_at_once() -> None:
