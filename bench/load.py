@@ -12,16 +12,13 @@ import argparse
 import asyncio
 import json
 import multiprocessing
-import platform
 import random
 import socket
-import subprocess
 import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -31,6 +28,7 @@ import numpy as np
 import psutil
 import torch
 
+from moet.bench import results
 from moet.config import CacheConfig, SchedulerConfig, ServerConfig
 from moet.models.base import ForwardInput, KVCacheSpec, KVGroup, KVTensors, ModelOutput
 from moet.runtime.core import EngineCore
@@ -544,7 +542,13 @@ def main() -> None:
         step_ns = json.loads(times_file.read_text())
         times_file.unlink()
         result["host_cpu_ms_per_step"] = percentiles(step_ns, 1e6)
-    args.output.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+    command = f"python bench/load.py --minutes {args.minutes:g}{' --demo' if args.demo else ''}"
+    results.write(
+        args.output,
+        results.report(
+            command, rows(result), hardware=results.this_machine(), more={"seen": result}
+        ),
+    )
     print(json.dumps({k: v for k, v in result.items() if k != "samples"}, indent=2))
     if any(result["failures"].values()) or result["leaked_pages"]:
         raise SystemExit(1)
@@ -561,10 +565,6 @@ def report(
     stats = live["stats"]
     return {
         "what": "streaming conversations with tools; a replaying model, the real core and server",
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "commit": commit(),
-        "cpu": platform.processor() or platform.machine(),
-        "cores": psutil.cpu_count(),
         "load_average_before": round(load_before, 1),
         "minutes": round(took_s / 60, 2),
         "tokens_per_s": round(stats["generation_tokens"] / took_s, 1),
@@ -582,10 +582,33 @@ def report(
     }
 
 
-def commit() -> str:
-    """The commit that was measured."""
-    words = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
+def rows(seen: Mapping[str, Any]) -> list[results.Row]:
+    """The figures that are judged, from what was seen."""
+    note = f"{seen['conversations_at_once']} at once, {seen['minutes']} min"
+    memory = seen["memory"]
+    growth = float(memory["late_mib"] - memory["settled_mib"])
+    found = [
+        results.Row(
+            case="tokens generated", value=float(seen["tokens_per_s"]), unit="tokens/s", better="higher",
+            target=1000.0 if "host_cpu_ms_per_step" in seen else None, note=note,
+        ),
+        results.Row(
+            case="lost or malformed calls and other failures", value=sum(seen["failures"].values()),
+            unit="answers", better="lower", floor=0.0, target=0.0, note=note,
+        ),
+        results.Row(
+            case="pages in use at the end", value=seen["leaked_pages"], unit="pages",
+            better="lower", floor=0.0, target=0.0,
+        ),
+        results.Row(
+            case="growth of the server's memory once settled", value=growth, unit="MiB",
+            better="lower", floor=0.0,
+        ),
+    ]  # fmt: skip
+    for name, value in seen.get("host_cpu_ms_per_step", {}).items():
+        case = f"host CPU time of a step, {name}"
+        found.append(results.Row(case=case, value=float(value), unit="ms", better="lower"))
+    return found
 
 
 if __name__ == "__main__":
