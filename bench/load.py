@@ -589,7 +589,8 @@ def rows(seen: Mapping[str, Any]) -> list[results.Row]:
     growth = float(memory["late_mib"] - memory["settled_mib"])
     found = [
         results.Row(
-            case="tokens generated", value=float(seen["tokens_per_s"]), unit="tokens/s", better="higher",
+            case="tokens generated", value=float(seen["tokens_per_s"]), unit="tokens/s",
+            better="higher",
             target=1000.0 if "host_cpu_ms_per_step" in seen else None, note=note,
         ),
         results.Row(
