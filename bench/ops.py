@@ -10,6 +10,7 @@ that the op must move over the copy rate that the same run measures.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import subprocess
 import sys
@@ -112,6 +113,20 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",") if part]
 
 
+def row(op: dict[str, Any]) -> dict[str, Any]:
+    """One op's time as result files have it."""
+    kind = "chunk of" if op["chunk"] else "decode,"
+    return {
+        "case": f"{op['op']}, {kind} {op['rows']} rows, context {op['context']}",
+        "value": op["us"],
+        "unit": "us",
+        "better": "lower",
+        "floor": op.get("floor_us"),
+        "target": None,
+        "note": "",
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=numbers, default=[1, 3, 8, 32])
@@ -119,6 +134,7 @@ def main() -> None:
     parser.add_argument("--chunk", type=numbers, default=[2048])
     parser.add_argument("--out", type=Path, default=Path("bench/results/ops.json"))
     parser.add_argument("--skip-tests", action="store_true")
+    parser.add_argument("--commit", default="", help="what to call the sources that are measured")
     args = parser.parse_args()
     if not args.skip_tests:
         subprocess.run([sys.executable, "-m", "pytest", "tests/kernels/accelerated"], check=True)
@@ -132,11 +148,13 @@ def main() -> None:
     ]
     for rows in args.chunk:
         ops += measure(rows, max(8192, rows), rate, chunk=True)
+    hardware = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     result = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "copy_bytes_per_s": rate,
-        "ops": ops,
+        "hardware": f"{hardware}, copy rate {rate / 1e12:.2f} TB/s",
+        "commit": args.commit,
+        "command": " ".join(["python -m bench.ops", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "rows": [row(op) for op in ops],
     }
     args.out.write_text(json.dumps(result, indent=1) + "\n")
 
