@@ -3,7 +3,7 @@
 Progress is measured in seconds of training, so the learning rate and the phases (short rows, then
 also long ones, then rounded weights) follow the clock whatever the speed. Example:
 
-    python -m bench.train_demo.train deepseek-v4 --seconds 480 --total 960 --state /root/v4
+    python -m bench.train_demo.train deepseek-v4 --seconds 480 --total 960 --state STATE_FOLDER
 """
 
 from __future__ import annotations
