@@ -109,7 +109,7 @@ Command = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # never changed, but freezing costs more than all else in making one
 class Row:
     """Consecutive rows of one sequence: positions start..start+num_tokens-1.
 
@@ -122,6 +122,7 @@ class Row:
     as long as the drafts before it hold. `masks`: what a sequence with a grammar may sample, one
     per row that makes a token, as in runtime/grammar.py. `next_token`: the one behind the last row,
     if it is known. `num_to_draft`: tokens to be proposed for the sequence's next step.
+    `num_samples`: how many of the last rows may make a token.
     """
 
     seq: Sequence
@@ -138,19 +139,14 @@ class Row:
     masks: Tensor | None = None
     next_token: int | None = None
     num_to_draft: int = 0
+    end: int = field(init=False)
+    num_drafts: int = field(init=False)
+    num_samples: int = field(init=False)
 
-    @property
-    def end(self) -> int:
-        return self.start + self.num_tokens
-
-    @property
-    def num_drafts(self) -> int:
-        return len(self.proposals)
-
-    @property
-    def num_samples(self) -> int:
-        """How many of its last rows may make a token."""
-        return 1 + self.num_drafts if self.sample else 0
+    def __post_init__(self) -> None:
+        self.end = self.start + self.num_tokens
+        self.num_drafts = len(self.proposals)
+        self.num_samples = 1 + self.num_drafts if self.sample else 0
 
     def settled(self, num_tokens: int) -> Row:
         """The rows of a drafted row that hold, once that is known."""

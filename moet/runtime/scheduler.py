@@ -382,6 +382,8 @@ class Scheduler:
 
     def _until_end(self, seq: Sequence, tokens: list[int]) -> list[int]:
         """The new tokens, up to the one that ends the sequence."""
+        if len(tokens) == 1:
+            return tokens
         for n, token_id in enumerate(tokens, start=1):
             if self._reason_to_end(seq, token_id, len(seq.token_ids) + n) is not None:
                 return tokens[:n]
