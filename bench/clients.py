@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
 import importlib.metadata
 import json
 import os
@@ -28,6 +27,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results" / "clients.json"
 sys.path.insert(0, str(ROOT))
 
+from moet.bench import results  # noqa: E402
 from tests.server.sdk import FORMATS, Format  # noqa: E402
 from tests.server.serving import MODEL  # noqa: E402
 
@@ -203,6 +203,18 @@ def try_client(
     return row
 
 
+def judged(row: dict[str, Any]) -> results.Row:
+    """One client as result files have it: what worked, out of nothing less than all."""
+    return results.Row(
+        case=f"{row['client']}, {row['api']}, {row['format']}",
+        value=float("failed" not in row),
+        unit="works",
+        better="higher",
+        target=1.0,
+        note=row.get("failed") or ", ".join(row["did"]),
+    )
+
+
 def main() -> int:
     """Try all of them; 1 if one fails."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -212,14 +224,11 @@ def main() -> int:
     os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "true"  # or it asks the network at import
     os.environ["HF_DATASETS_OFFLINE"] = "1"
     rows = [try_client(*client, form) for form in FORMATS for client in CLIENTS]
-    report = {
-        "command": "python bench/clients.py",
-        "date": datetime.date.today().isoformat(),
-        "python": platform.python_version(),
-        "openai": openai.__version__,
-        "rows": rows,
-    }
-    args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    more = {"python": platform.python_version(), "openai": openai.__version__, "tried": rows}
+    report = results.report(
+        "python bench/clients.py", [judged(row) for row in rows], hardware="any", more=more
+    )
+    results.write(args.output, report)
     for row in rows:
         outcome = row.get("failed") or ", ".join(row["did"])
         print(f"{row['client']:14} {row['api']:22} {row['format']:12} {outcome}")

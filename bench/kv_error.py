@@ -9,46 +9,29 @@ alone is off by 9.2 %, and a mean over many rows by less.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import platform
-import subprocess
+import sys
 import tempfile
-from copy import copy
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from moet.bench import results
 from moet.config import KVDtype, ModelSettings
-from moet.models.base import ForwardInput, KVTensors
+from moet.models.base import ForwardInput
 from moet.models.checkpoint import Checkpoint
-from moet.models.glm_moe_dsa import Attention, GlmMoeDsa, Selection, Step
+from moet.models.glm_moe_dsa import GlmMoeDsa
 from moet.models.layers import Weights
 from moet.models.moe import ResidentExperts
 from moet.models.synthetic import write_checkpoint
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests' rig, when run from anywhere
+from tests.models.glm_rig import BesideNarrow
+
 RESULTS = Path(__file__).parent / "results" / "kv_error.json"
 NUM_TOKENS = 512
 TARGETS: dict[KVDtype, float] = {"fp8": 0.04, "nvfp4": 0.13}
-
-
-class Beside:
-    """An attention that runs its twin over narrower rows too, and notes how far that one is."""
-
-    def __init__(self, own: Attention, narrow: Attention, kv: KVTensors) -> None:
-        self.own, self.narrow, self.kv, self.indexer = own, narrow, kv, own.indexer
-        self.error = 0.0
-
-    def __call__(
-        self, x: Tensor, step: Step, selection: Selection | None
-    ) -> tuple[Tensor, Selection]:
-        out, selection = self.own(x, step, selection)
-        beside = copy(step)
-        beside.kv = self.kv
-        got, _ = self.narrow(x, beside, selection)
-        self.error = float((got - out).float().norm() / out.float().norm())
-        return out, selection
 
 
 def empty_kv(model: GlmMoeDsa, num_pages: int) -> dict[str, Tensor]:
@@ -82,7 +65,7 @@ def errors_of(checkpoint: Checkpoint, kv_dtype: KVDtype) -> list[float]:
     kv = empty_kv(narrow, num_pages)
     attentions = []
     for layer, other in zip(wide.layers, narrow.layers, strict=True):
-        attentions.append(Beside(layer.attention, other.attention, kv))
+        attentions.append(BesideNarrow(layer.attention, other.attention, kv))
         layer.attention = attentions[-1]  # type: ignore[assignment]
     generator = torch.Generator().manual_seed(0)
     inputs = ForwardInput(
@@ -108,28 +91,20 @@ def main() -> None:
         checkpoint = Checkpoint.open(Path(folder) / "c")
         for kv_dtype, target in TARGETS.items():
             for layer_idx, error in enumerate(errors_of(checkpoint, kv_dtype)):
-                row = {
-                    "case": f"attention output, {kv_dtype} rows against bf16, layer {layer_idx}",
-                    "value": round(error, 4),
-                    "unit": "relative error",
-                    "better": "lower",
-                    "floor": 0,
-                    "target": target,
-                    "note": f"tiny synthetic glm-5.2, {NUM_TOKENS} tokens",
-                }
+                row = results.Row(
+                    case=f"attention output, {kv_dtype} rows against bf16, layer {layer_idx}",
+                    value=round(error, 4),
+                    unit="relative error",
+                    better="lower",
+                    floor=0,
+                    target=target,
+                    note=f"tiny synthetic glm-5.2, {NUM_TOKENS} tokens",
+                )
                 rows.append(row)
-                print(f"{row['case']}: {row['value']}")
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-    )
-    result = {
-        "hardware": f"{platform.machine()} CPU, torch {torch.__version__}; exact, not timed",
-        "commit": commit.stdout.strip(),
-        "command": "python bench/kv_error.py",
-        "date": datetime.date.today().isoformat(),
-        "rows": rows,
-    }
-    args.output.write_text(json.dumps(result, indent=2) + "\n")
+                print(f"{row.case}: {row.value}")
+    hardware = f"{platform.machine()} CPU, torch {torch.__version__}; exact, not timed"
+    report = results.report("python bench/kv_error.py", rows, hardware=hardware)
+    results.write(args.output, report)
 
 
 if __name__ == "__main__":

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from moet.config import KVDtype, ModelSettings, Rounding
+from moet.models.base import KVTensors
 from moet.models.formats import quantize_fp8_block
-from moet.models.glm_moe_dsa import GlmMoeDsa
+from moet.models.glm_moe_dsa import Attention, GlmMoeDsa, Selection, Step
 from moet.models.glm_moe_dsa_config import GlmMoeDsaConfig
 from moet.models.glm_moe_dsa_tensors import tensor_inventory
 from moet.models.layers import Weights
@@ -77,3 +79,21 @@ def load_model(
 ) -> GlmMoeDsa:
     settings = ModelSettings(rounding=rounding)
     return GlmMoeDsa.load(config, source, settings, kv_dtype, num_spec_tokens)
+
+
+class BesideNarrow:
+    """An attention that also runs its twin over narrower rows, and notes how far that one is."""
+
+    def __init__(self, own: Attention, narrow: Attention, kv: KVTensors) -> None:
+        self.own, self.narrow, self.kv, self.indexer = own, narrow, kv, own.indexer
+        self.error = 0.0
+
+    def __call__(
+        self, x: Tensor, step: Step, selection: Selection | None
+    ) -> tuple[Tensor, Selection]:
+        out, selection = self.own(x, step, selection)
+        beside = copy(step)
+        beside.kv = self.kv
+        got, _ = self.narrow(x, beside, selection)
+        self.error = float((got - out).float().norm() / out.float().norm())
+        return out, selection

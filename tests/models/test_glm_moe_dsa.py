@@ -3,7 +3,6 @@ show. transformers attends un-absorbed over expanded keys, so parity also checks
 
 from __future__ import annotations
 
-from copy import copy
 from dataclasses import replace
 
 import pytest
@@ -12,11 +11,18 @@ from torch import Tensor
 
 from moet.config import KVDtype, Rounding
 from moet.errors import CheckpointError, ConfigError
-from moet.models.base import KVTensors
-from moet.models.glm_moe_dsa import Attention, CacheLayout, Selection, Step
+from moet.models.glm_moe_dsa import CacheLayout
 from moet.models.glm_moe_dsa_config import GlmMoeDsaConfig
 from tests.models.glm_configs import released, tiny
-from tests.models.glm_rig import DRAFTING, IDS, TINY, load_model, random_source, resident
+from tests.models.glm_rig import (
+    DRAFTING,
+    IDS,
+    TINY,
+    BesideNarrow,
+    load_model,
+    random_source,
+    resident,
+)
 from tests.models.hash_weights import (
     DictSource,
     Piece,
@@ -237,24 +243,6 @@ def test_fp8_is_decided_by_dtype_and_needs_its_scale() -> None:
     exact = run_chunks(rig_of("none", source=source), IDS[:40], [])
     rounded = run_chunks(rig_of("deployed", "fp8", source), IDS[:40], [])
     assert 0 < (exact - rounded).abs().mean() < 0.2
-
-
-class BesideNarrow:
-    """An attention that also runs its twin over narrower rows, and notes how far that one is."""
-
-    def __init__(self, own: Attention, narrow: Attention, kv: KVTensors) -> None:
-        self.own, self.narrow, self.kv, self.indexer = own, narrow, kv, own.indexer
-        self.error = 0.0
-
-    def __call__(
-        self, x: Tensor, step: Step, selection: Selection | None
-    ) -> tuple[Tensor, Selection]:
-        out, selection = self.own(x, step, selection)
-        beside = copy(step)
-        beside.kv = self.kv
-        got, _ = self.narrow(x, beside, selection)
-        self.error = float((got - out).float().norm() / out.float().norm())
-        return out, selection
 
 
 @pytest.mark.parametrize(("kv_dtype", "bound"), [("fp8", 0.04), ("nvfp4", 0.13)])
