@@ -71,7 +71,8 @@ def glm_config(
         qk_nope_head_dim=64,
         qk_rope_head_dim=64,
         v_head_dim=128,
-        index_n_heads=32 if micro else 8,  # few heads make ties, which differ between graphs
+        # Few heads make ties, which differ between graphs; many make a large file.
+        index_n_heads={"wide": 8, "narrow": 4, "micro": 32}[size],
         index_head_dim=128,
         index_topk=64 if micro else 1024,
         intermediate_size=512 if size == "wide" else 256,

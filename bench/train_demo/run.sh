@@ -11,7 +11,7 @@ begin=$SECONDS
 
 one() { # FAMILY GPU
   local log=$out/$1.log
-  local run=(python3 -m bench.train_demo.train "$1" --total "$total" --state "$state/$1"
+  local run=(python3 -m bench.train_demo.train "$1" --size narrow --total "$total" --state "$state/$1"
     --out "$out" --deliver "$deliver" --workers "$workers")
   CUDA_VISIBLE_DEVICES=$2 "${run[@]}" --seconds "$seconds" >"$log" 2>&1 && return
   local left=$(( seconds - (SECONDS - begin) ))

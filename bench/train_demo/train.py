@@ -222,6 +222,10 @@ def train(args: argparse.Namespace) -> None:
                   f"{'long' if long else 'short'} {values} {rate / 1e3:.0f}k tok/s "
                   f"queue {waiting}", flush=True)  # fmt: skip
             last_log, num_tokens = time.monotonic(), 0
+            if not math.isfinite(float(shown["norm"])):
+                raise SystemExit(
+                    f"the gradient is not finite at step {trainer.optimizer.num_steps}"
+                )
         if time.monotonic() - last_save > 120:
             trainer.save(state)
             last_save = time.monotonic()
