@@ -36,6 +36,7 @@ from torch import Tensor
 from moet.runtime.acceptance import Purpose, counter_uniform, draw, verify
 from moet.runtime.grammar import allowed
 from moet.runtime.sampling_params import MAX_THINK_ENDS
+from moet.runtime.slot_tensors import SlotTensors
 from moet.types import SamplingParams, ThinkingBudget, TokenLogprobs
 
 
@@ -59,8 +60,9 @@ class Proposal:
 class SamplerState:
     """What sampling needs to know of each sequence slot, as tensors beside the logits.
 
-    `last_token` [num_slots] int64 is the newest token of each slot: the next step may read it
-    before the host knows it. Counts are kept only for slots whose parameters need them.
+    `last_token` [num_slots + 1] int64 is the newest token of each slot: the next step may read it
+    before the host knows it. Counts are kept only for slots whose parameters need them. There is
+    one slot more than sequences may take, which rows that only fill a step write to.
     """
 
     def __init__(
@@ -74,10 +76,10 @@ class SamplerState:
         """vocab_size: of the logits. num_token_ids: those below may come; None: all of them."""
 
         def per_slot(dtype: torch.dtype) -> Tensor:
-            return torch.zeros(num_slots, dtype=dtype, device=device)
+            return torch.zeros(num_slots + 1, dtype=dtype, device=device)
 
         def per_token(dtype: torch.dtype) -> Tensor:  # zero pages cost nothing until written
-            return torch.zeros(num_slots, vocab_size, dtype=dtype, device=device)
+            return torch.zeros(num_slots + 1, vocab_size, dtype=dtype, device=device)
 
         self.vocab_size = vocab_size
         self._num_token_ids = vocab_size if num_token_ids is None else num_token_ids
@@ -90,11 +92,12 @@ class SamplerState:
         self._min_p = per_slot(torch.float32)
         self._presence = per_slot(torch.float32)
         self._frequency = per_slot(torch.float32)
-        self._repetition = per_slot(torch.float32)
+        self._repetition = per_slot(torch.float32) + 1
+        self._is_counted = per_slot(torch.bool)
         self._may_end_from = per_slot(torch.int64)  # first position whose row may end the sequence
         self._is_thinking = per_slot(torch.bool)
         self._thinking_left = per_slot(torch.int64)  # tokens
-        self._think_ids = torch.full((num_slots, 2 + MAX_THINK_ENDS), -1, device=device)
+        self._think_ids = torch.full((num_slots + 1, 2 + MAX_THINK_ENDS), -1, device=device)
         self._output_counts = per_token(torch.int32)
         self._in_prompt = per_token(torch.bool)
         self._bias = per_token(torch.float32)
@@ -125,6 +128,7 @@ class SamplerState:
             self._presence[slot] = params.presence_penalty
             self._frequency[slot] = params.frequency_penalty
             self._repetition[slot] = params.repetition_penalty
+            self._is_counted[slot] = True
             self._in_prompt[slot, self._ids(prompt_token_ids)] = True
             outputs = self._ids(output_token_ids)
             ones = torch.ones_like(outputs, dtype=torch.int32)
@@ -152,11 +156,42 @@ class SamplerState:
         if _has_penalty(params):
             self._output_counts[slot] = 0
             self._in_prompt[slot] = False
+            self._is_counted[slot] = False
+            self._presence[slot] = self._frequency[slot] = 0.0
+            self._repetition[slot] = 1.0
         if _has_bias(params):
             self._bias[slot] = 0.0
         if params.min_tokens > 0:
             self._ends[slot] = False
+        if params.thinking is not None:
+            self._think_ids[slot] = -1
+            self._is_thinking[slot] = False
         self._params[slot] = None
+
+    def tensors(self) -> SlotTensors:
+        """The state itself, for steps that sample without a host decision."""
+        return SlotTensors(
+            num_slots=len(self._params),
+            num_token_ids=self._num_token_ids,
+            last_token=self.last_token,
+            seed=self._seed,
+            temperature=self._temperature,
+            top_k=self._top_k,
+            top_p=self._top_p,
+            min_p=self._min_p,
+            presence=self._presence,
+            frequency=self._frequency,
+            repetition=self._repetition,
+            is_counted=self._is_counted,
+            output_counts=self._output_counts,
+            in_prompt=self._in_prompt,
+            bias=self._bias,
+            ends=self._ends,
+            may_end_from=self._may_end_from,
+            is_thinking=self._is_thinking,
+            thinking_left=self._thinking_left,
+            think_ids=self._think_ids,
+        )
 
     def sample(
         self,

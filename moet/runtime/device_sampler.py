@@ -1,0 +1,235 @@
+"""Sampling inside a step: tensor operations of fixed shape that leave every decision on the device.
+
+The rules, their order and their results are the sampler's (runtime/sampler.py); here each is
+applied to every row, with a value that changes nothing where a slot does not use it, so that a
+captured step samples whatever its sequences ask for. The kind of a step says which rules may
+matter; a kind that allows more gives the same tokens. Knows nothing of sequences on the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from moet.runtime.acceptance import Purpose, draw
+from moet.runtime.grammar import WORD_BITS
+from moet.runtime.sampling_params import MAX_LOGPROBS
+from moet.runtime.slot_tensors import SlotTensors
+from moet.types import SamplingParams, TokenLogprobs
+
+
+class Kind(IntEnum):
+    """What the rows of a step ask for at most."""
+
+    GREEDY = 0  # the largest logit
+    PLAIN = 1  # also temperature and min_p
+    RANKED = 2  # also top_k and top_p, which need an order
+    FULL = 3  # also what depends on the tokens so far, on masks, and log-probabilities
+
+
+def kind_of(params: SamplingParams, *, masked: bool) -> Kind:
+    """The least kind that a sequence with these parameters may be sampled with."""
+    penalised = (
+        params.presence_penalty != 0.0
+        or params.frequency_penalty != 0.0
+        or params.repetition_penalty != 1.0
+    )
+    changed = bool(params.logit_bias or params.allowed_token_ids or params.min_tokens or penalised)
+    if masked or changed or params.thinking is not None or params.logprobs is not None:
+        return Kind.FULL
+    if params.temperature == 0:
+        return Kind.GREEDY
+    return Kind.RANKED if params.top_k > 0 or params.top_p < 1.0 else Kind.PLAIN
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """token_ids: [n] int64. is_bad: [n] bool, the row's logits are not numbers."""
+
+    token_ids: Tensor
+    is_bad: Tensor
+
+
+def choose(
+    state: SlotTensors,
+    logits: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    masks: Tensor | None,
+    kind: Kind,
+) -> Drawn:
+    """The next token of each row; the state stays as it is.
+
+    logits: [n, vocab_size] fp32. slots: [n] int64. positions: [n] int64, of the rows that made the
+    logits. masks: [n, words] int32 as in runtime/grammar.py, read for Kind.FULL only.
+    """
+    logits = logits[:, : state.num_token_ids]
+    if kind == Kind.GREEDY:
+        best, token_ids = logits.max(-1)  # documented to take the first of equals
+        return Drawn(token_ids, ~(best < torch.inf))
+    is_bad = ~(logits.amax(-1) < torch.inf)
+    scores = logits
+    if kind == Kind.FULL:
+        scores = _adjust(state, logits, slots, positions, masks)
+    top, token_ids = scores.max(-1, keepdim=True)
+    temperature = state.temperature[slots][:, None]
+    drawn = _draw(state, scores, top, slots, positions, kind)
+    token_ids = torch.where(temperature > 0, drawn[:, None], token_ids)[:, 0]
+    if kind == Kind.FULL:
+        must_end = state.is_thinking[slots] & (state.thinking_left[slots] <= 0)
+        token_ids = torch.where(must_end, state.think_ids[slots, 1], token_ids)
+    return Drawn(token_ids, is_bad)
+
+
+def remember(state: SlotTensors, slots: Tensor, token_ids: Tensor, kind: Kind) -> None:
+    """Write the tokens that slots have taken: [n] int64 each, distinct but for the last slot."""
+    state.last_token.index_copy_(0, slots, token_ids)
+    if kind != Kind.FULL:
+        return
+    width = state.output_counts.shape[1]
+    counts = state.output_counts.view(-1)
+    counts.scatter_add_(0, slots * width + token_ids, state.is_counted[slots].to(counts.dtype))
+    ids, thinking = state.think_ids[slots], state.is_thinking[slots]
+    starts = token_ids == ids[:, 0]
+    ends = (token_ids[:, None] == ids[:, 1:]).any(-1)
+    used = (thinking & ~starts & ~ends).to(torch.int64)
+    state.thinking_left.index_copy_(0, slots, state.thinking_left[slots] - used)
+    state.is_thinking.index_copy_(0, slots, (thinking & ~ends) | starts)
+
+
+def _adjust(
+    state: SlotTensors, logits: Tensor, slots: Tensor, positions: Tensor, masks: Tensor | None
+) -> Tensor:
+    """Steps 1-3 of the sampler's rules."""
+    num = logits.shape[1]
+    counts = state.output_counts[slots][:, :num]
+    repetition = state.repetition[slots][:, None]
+    scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
+    scores = torch.where(state.in_prompt[slots][:, :num] | (counts > 0), scaled, logits)
+    scores = scores - counts * state.frequency[slots][:, None]
+    scores = scores - (counts > 0) * state.presence[slots][:, None]
+    scores = scores + state.bias[slots][:, :num]
+    if masks is not None:
+        may_come = _bits(masks, num)
+        scores = _first_open(_only(scores, may_come), _only(logits, may_come))
+    early = (positions < state.may_end_from[slots])[:, None]
+    closed = state.ends[slots][:, :num] & early
+    return _first_open(scores.masked_fill(closed, -torch.inf), scores)
+
+
+def _draw(
+    state: SlotTensors,
+    scores: Tensor,
+    top: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    kind: Kind,
+) -> Tensor:
+    """Steps 5-9. A row takes one of the two ways by its own parameters alone."""
+    uniform = counter_uniform(state.seed[slots], positions)
+    temperature = state.temperature[slots][:, None]
+    temperature = torch.where(temperature > 0, temperature, 1.0)
+    min_p = state.min_p[slots][:, None]
+    plain = draw(_floor(((scores - top) / temperature).softmax(-1), min_p), uniform)
+    if kind == Kind.PLAIN:
+        return plain
+    ordered, ids = scores.sort(dim=-1, descending=True, stable=True)
+    probs = ((ordered - top) / temperature).softmax(-1)
+    top_k, top_p = state.top_k[slots][:, None], state.top_p[slots][:, None]
+    rank = torch.arange(probs.shape[-1], device=probs.device)
+    probs = torch.where(rank < top_k, probs, 0.0)
+    upto = probs.cumsum(-1, dtype=torch.float64)
+    kept = (upto - probs < top_p * upto[:, -1:]) | (top_p >= 1.0)
+    place = draw(_floor(torch.where(kept, probs, 0.0), min_p), uniform)
+    ranked = ids.gather(-1, place[:, None])[:, 0]
+    needs_order = (top_k[:, 0] < state.bias.shape[1]) | (top_p[:, 0] < 1.0)
+    return torch.where(needs_order, ranked, plain)
+
+
+def _floor(probs: Tensor, min_p: Tensor) -> Tensor:
+    return torch.where(probs >= min_p * probs.amax(-1, keepdim=True), probs, 0.0)
+
+
+def _only(scores: Tensor, may_come: Tensor) -> Tensor:
+    return scores.masked_fill(~may_come, -torch.inf)
+
+
+def _first_open(scores: Tensor, other: Tensor) -> Tensor:
+    """Rows in which something is possible, or else those of the other."""
+    return torch.where(scores.amax(-1, keepdim=True) > -torch.inf, scores, other)
+
+
+def _bits(masks: Tensor, num: int) -> Tensor:
+    """[n, num] bool of masks [n, words] int32."""
+    bits = torch.arange(WORD_BITS, dtype=torch.int32, device=masks.device)
+    return ((masks[:, :, None] >> bits) & 1).bool().flatten(1)[:, :num]
+
+
+def counter_uniform(seeds: Tensor, positions: Tensor, purpose: Purpose = Purpose.DRAW) -> Tensor:
+    """acceptance.counter_uniform, bit for bit, without leaving the device of its arguments."""
+    mixed = _mix64(_mix64(seeds + _GOLDEN) ^ (positions * _GOLDEN))
+    if purpose:
+        mixed = _mix64(mixed ^ _signed(int(purpose) * _GOLDEN))
+    uniform: Tensor = _shifted(mixed, 11).double() * 2.0**-53
+    return uniform
+
+
+def _signed(value: int) -> int:
+    """The int64 of the same 64 bits."""
+    return (value + 2**63) % 2**64 - 2**63
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_FACTORS = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
+
+
+def _shifted(x: Tensor, num_bits: int) -> Tensor:
+    """A shift to the right that brings in zeros."""
+    return (x >> num_bits) & (2 ** (64 - num_bits) - 1)
+
+
+def _mix64(x: Tensor) -> Tensor:
+    x = (x ^ _shifted(x, 30)) * _FACTORS[0]
+    x = (x ^ _shifted(x, 27)) * _FACTORS[1]
+    return x ^ _shifted(x, 31)
+
+
+REPORT_WIDTH = 2 + 2 * MAX_LOGPROBS
+"""Columns of a row's report: rank, own log-probability, then ids and log-probabilities by rank."""
+
+
+def report(state: SlotTensors, logits: Tensor, token_ids: Tensor) -> Tensor:
+    """Log-probabilities of the raw logits around the chosen tokens: [n, REPORT_WIDTH] int64.
+
+    fp32 values are kept as their bits. Ids of a vocabulary with fewer tokens end in -1.
+    """
+    logprobs = logits[:, : state.num_token_ids].log_softmax(-1)
+    chosen = logprobs.gather(-1, token_ids[:, None])
+    rank = 1 + (logprobs > chosen).sum(-1, keepdim=True)
+    num = logprobs.shape[-1]
+    bits = logprobs.view(torch.int32)
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
+    ids = torch.arange(num, device=logits.device)
+    top = min(MAX_LOGPROBS, num)
+    best = (ordered * 2**32 + (num - 1 - ids)).topk(top).values  # ties go to the lower id
+    best_ids = num - 1 - (best & (2**32 - 1))
+    values = logprobs.gather(-1, best_ids)
+    out = torch.full((len(logits), REPORT_WIDTH), -1, device=logits.device)
+    out[:, 0:1], out[:, 1:2] = rank, chosen.contiguous().view(torch.int32).long()
+    out[:, 2 : 2 + top] = best_ids
+    out[:, 2 + MAX_LOGPROBS : 2 + MAX_LOGPROBS + top] = values.view(torch.int32).long()
+    return out
+
+
+def read_report(row: Tensor, token_id: int, top_n: int) -> TokenLogprobs:
+    """What a request sees of a row of `report`, on the host: the token, then top_n likely ones."""
+    values = row.to(torch.int32).view(torch.float32)
+    ids = row[2 : 2 + min(top_n, MAX_LOGPROBS)].tolist()
+    ids = [each for each in ids if each >= 0]
+    likely = values[2 + MAX_LOGPROBS : 2 + MAX_LOGPROBS + len(ids)].tolist()
+    return TokenLogprobs(
+        token_ids=[token_id, *ids], logprobs=[float(values[1]), *likely], rank=int(row[0])
+    )
