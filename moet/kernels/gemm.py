@@ -3,17 +3,24 @@ depend on each other; the linear layers stand on it. Knows nothing of where weig
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
 import torch
 from torch import Tensor
 
-from moet.kernels.quant import fp8_qdq
-from moet.kernels.registry import op
+from moet.kernels.quant import Activations, fp8_qdq, plain_values
+from moet.kernels.registry import GPU_ARCHS, op
+
+if TYPE_CHECKING:
+    from moet.kernels.device_gemm import PackedGroups, PackedMatrix
 
 TILE_ROWS = 16  # rows of one library call; fewer are padded with zeros
 BLOCK_K = (
     256  # inputs of one library call; longer ones are split by thread count inside the library
 )
 FP8_BLOCK = 128  # inputs that share an activation scale
+MAX_SLICES = 4  # of a product's inputs, the most ranks that can share it
 
 
 def matmul(x: Tensor, weight: Tensor) -> Tensor:
@@ -51,33 +58,92 @@ def _tile(x: Tensor, weight_t: Tensor) -> Tensor:
     return out
 
 
+def slices_of(width: int) -> int:
+    """In how many slices a product over `width` inputs is summed if ranks may share it: 4, 2 or 1.
+
+    A slice is a multiple of FP8_BLOCK inputs, so that it has its activation scales to itself.
+    """
+    slices = MAX_SLICES
+    while width % (slices * FP8_BLOCK) and slices > 1:
+        slices //= 2
+    return slices
+
+
+def tree_sum(parts: Sequence[Tensor]) -> Tensor:
+    """(0 + 1) + (2 + 3): the one order in which slices are added, in one process or in many.
+
+    parts: 1, 2 or 4 of one shape.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    return tree_sum([a + b for a, b in zip(parts[::2], parts[1::2], strict=True)])
+
+
+def matmul_slices(x: Tensor, weight: Tensor, count: int) -> list[Tensor]:
+    """As matmul, the inputs in `count` equal slices; returns the product of each."""
+    if count == 1:
+        return [matmul(x, weight)]
+    parts = zip(x.chunk(count, 1), weight.chunk(count, 1), strict=True)
+    return [matmul(part, columns) for part, columns in parts]
+
+
+Matrix: TypeAlias = "Tensor | PackedMatrix"
+"""A weight: fp32 in torch for the references, packed on its device for a GPU's kernels."""
+Groups: TypeAlias = "Tensor | PackedGroups"
+
+
+def _tensor(weight: Matrix | Groups) -> Tensor:
+    assert isinstance(weight, Tensor), "a packed weight, and the reference of an op"
+    return weight
+
+
 @op(tolerance=2**-16)
-def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
+def linear_fp32(x: Tensor | Activations, weight: Matrix) -> Tensor:
     """x @ weight.T, fp32 out whatever the input: router, compressors, mHC and the LM head.
 
     x: [n, K] fp32 or bf16. weight: [N, K] fp32 (values may be bf16 exact). Returns [n, N] fp32.
     """
-    return matmul(x.float(), weight)
+    return matmul(plain_values(x).float(), _tensor(weight))
 
 
 @op(tolerance=2**-8)
-def linear(x: Tensor, weight: Tensor) -> Tensor:
+def linear(x: Tensor | Activations, weight: Matrix) -> Tensor:
     """x @ weight.T, accumulated in fp32 and rounded once to the dtype of x.
 
     x: [n, K] fp32 or bf16. weight: [N, K] fp32 (values may be bf16 exact). Returns [n, N].
     """
-    return matmul(x.float(), weight).to(x.dtype)
+    x = plain_values(x)
+    return matmul(x.float(), _tensor(weight)).to(x.dtype)
 
 
 @op(tolerance=2**-8)
-def linear_fp8(x: Tensor, weight: Tensor) -> Tensor:
+def linear_fp8(x: Tensor | Activations, weight: Matrix) -> Tensor:
     """x @ weight.T with x rounded to e4m3 per row and 128 inputs, power-of-two scales.
 
     x: [n, K] fp32 or bf16. weight: [N, K] fp32, the exact values of an fp8 block-128 weight.
     Returns [n, N] in the dtype of x, accumulated in fp32 and rounded once. This is the arithmetic
     that the checkpoints were trained for.
     """
-    return matmul(fp8_qdq(x.float(), block=FP8_BLOCK), weight).to(x.dtype)
+    x = plain_values(x)
+    return matmul(fp8_qdq(x.float(), block=FP8_BLOCK), _tensor(weight)).to(x.dtype)
+
+
+@op(tolerance=2**-8)
+def linear_share(x: Tensor, weight: Tensor, *, num_slices: int) -> Tensor:
+    """As linear for a rank's share of the inputs, summed by tree over its slices, not rounded.
+
+    x: [n, K] fp32 or bf16. weight: [N, K] fp32. Returns [n, N] fp32.
+    """
+    return tree_sum(matmul_slices(x.float(), weight, num_slices))
+
+
+@op(tolerance=2**-8)
+def linear_share_fp8(x: Tensor, weight: Tensor, *, num_slices: int) -> Tensor:
+    """As linear_fp8 for a rank's share of the inputs, summed by tree, not rounded.
+
+    x: [n, K] fp32 or bf16. weight: [N, K] fp32. Returns [n, N] fp32.
+    """
+    return tree_sum(matmul_slices(fp8_qdq(x.float(), block=FP8_BLOCK), weight, num_slices))
 
 
 @op(tolerance=2**-8)
@@ -88,3 +154,51 @@ def grouped_linear(x: Tensor, weight: Tensor) -> Tensor:
     """
     parts = zip(x.float().unbind(1), weight.unbind(0), strict=True)
     return torch.stack([matmul(part, matrix) for part, matrix in parts], 1).to(x.dtype)
+
+
+@op(tolerance=2**-8)
+def grouped_linear_fp8(x: Tensor | Activations, weight: Groups) -> Tensor:
+    """As grouped_linear, with x rounded as in linear_fp8; weight holds values of fp8 block-128.
+
+    x: [n, G, K] fp32 or bf16, or its rows [n * G, K]. Returns [n, G, N] in the dtype of x.
+    """
+    matrices = _tensor(weight)
+    num_groups, _, width = matrices.shape
+    values = plain_values(x).reshape(-1, num_groups, width)
+    rounded = fp8_qdq(values.float(), block=FP8_BLOCK)
+    parts = zip(rounded.unbind(1), matrices.unbind(0), strict=True)
+    return torch.stack([matmul(part, matrix) for part, matrix in parts], 1).to(values.dtype)
+
+
+def _on_gpu(*, arch: str, num_out: int | None = None, num_in: int | None = None) -> bool:
+    return arch in GPU_ARCHS and (num_in or 0) % 32 == 0
+
+
+@linear_fp32.impl("stream_bf16", supports=_on_gpu)
+def _linear_fp32(x: Tensor | Activations, weight: Matrix) -> Tensor:
+    return _packed(x, weight, output="f32")
+
+
+@linear.impl("stream_bf16", supports=_on_gpu)
+def _linear(x: Tensor | Activations, weight: Matrix) -> Tensor:
+    return _packed(x, weight, output="bf16")
+
+
+@linear_fp8.impl("stream_fp8", supports=_on_gpu)
+def _linear_fp8(x: Tensor | Activations, weight: Matrix) -> Tensor:
+    return _packed(x, weight, output="bf16")
+
+
+@grouped_linear_fp8.impl("stream_fp8", supports=_on_gpu)
+def _grouped_linear_fp8(x: Tensor | Activations, weight: Groups) -> Tensor:
+    from moet.kernels.device_gemm import multiply_groups
+
+    assert not isinstance(weight, Tensor), "a GPU multiplies with packed weights"
+    return multiply_groups(x, weight)
+
+
+def _packed(x: Tensor | Activations, weight: Matrix, *, output: Literal["f32", "bf16"]) -> Tensor:
+    from moet.kernels.device_gemm import multiply
+
+    assert not isinstance(weight, Tensor), "a GPU multiplies with packed weights"
+    return multiply(x, weight, output=output)

@@ -170,6 +170,16 @@ def linear(
     return out
 
 
+def run_groups(launcher: Launcher, args: StreamArgs, tiles: Tiles) -> None:
+    """Launch on fp8 matrices that `args` describes, one for each group of rows, into bf16.
+
+    tiles: of the work list in args, whose columns are summed in args.slices.
+    """
+    args.tiles = args.tiles_per_segment = -(-args.padded_rows // 128)
+    half = _half_chunks("fp8", args.chunks, 1, args.slices)
+    _run(launcher, "bf16", "fp8", args, tiles, half=half)
+
+
 def gate_up(
     launcher: Launcher,
     pool: ExpertPool,

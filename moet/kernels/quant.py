@@ -4,6 +4,7 @@ Knows the arithmetic only; where the bytes go is the affair of cache.py."""
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,40 @@ _EXPONENT_UNIT = 1 << _MANTISSA_BITS
 _EXPONENT_MASK = 0xFF << _MANTISSA_BITS
 FP8_AMAX_FLOOR = 1e-4
 FP4_AMAX_FLOOR = E2M1_MAX * 2.0**-126
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """The input of linear layers, perhaps rounded to e4m3 by the kernel that made it.
+
+    values: [T, K] fp32 or bf16; None if only the codes were made. codes: [T, K] uint8, e4m3 in the
+    order of layout.to_mma_order. scale: [T, ceil(K / 128)] fp32, powers of two, as fp8_encode's.
+    """
+
+    values: Tensor | None
+    codes: Tensor | None = None
+    scale: Tensor | None = None
+
+    @property
+    def num_rows(self) -> int:
+        known = self.values if self.codes is None else self.codes
+        assert known is not None
+        return known.shape[0]
+
+    def plain(self) -> Tensor:
+        """The values; there must be some."""
+        assert self.values is not None, "these activations were made as e4m3 only"
+        return self.values
+
+
+def as_activations(x: Tensor | Activations) -> Activations:
+    """The same as Activations."""
+    return Activations(x) if isinstance(x, Tensor) else x
+
+
+def plain_values(x: Tensor | Activations) -> Tensor:
+    """The same as a tensor; it must not be e4m3 only."""
+    return x if isinstance(x, Tensor) else x.plain()
 
 
 def round_up_to_power_of_two(x: Tensor) -> Tensor:
