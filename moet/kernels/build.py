@@ -1,13 +1,16 @@
-"""Compile csrc/ into cubins/ and record how: `python -m moet.kernels.build [--arch ARCH]`.
+"""Compile csrc/ into cubins/ and record how: `python -m moet.kernels.build [SOURCE...]`.
 
-A developer's tool; nothing here runs when a model does. Needs nvcc of exactly COMPILER.
+A developer's tool; nothing here runs when a model does. Needs nvcc of exactly COMPILER. Several
+may build different sources at the same time: each merges its entries into the manifest.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import json
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -114,24 +117,56 @@ def entry(name: str, arch: str, cubin: Path) -> dict[str, Any]:
     }
 
 
+def record(root: Path, entries: dict[str, Any]) -> None:
+    """Merge entries into the manifest of a folder, and drop those whose source is gone.
+
+    Holds a lock while it reads and writes, so that builds side by side lose nothing.
+    """
+    path = root / "MANIFEST.json"
+    with (root / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        cubins = json.loads(path.read_text())["cubins"] if path.exists() else {}
+        known = sources()
+        cubins = {key: facts for key, facts in cubins.items() if key.split("/")[1] in known}
+        manifest = {"compiler": f"nvcc {COMPILER}", "cubins": cubins | entries}
+        whole = root / f".manifest.{os.getpid()}"
+        whole.write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
+        whole.replace(path)
+
+
+def build(name: str, arch: str, root: Path) -> dict[str, Any]:
+    """Compile one source to root/ARCH/NAME.cubin. Returns its manifest entry.
+
+    Raises CubinError if a source file changed while the compiler ran.
+    """
+    (root / arch).mkdir(parents=True, exist_ok=True)
+    before, target = source_hash(name), root / arch / f"{name}.cubin"
+    fresh = target.with_suffix(f".{os.getpid()}")
+    try:
+        compile_source(name, arch, fresh)
+        made = entry(name, arch, fresh)
+        if made["source_sha256"] != before:
+            raise CubinError(f"{name}.cu or a header changed while it was compiled: build it again")
+        fresh.replace(target)
+    finally:
+        fresh.unlink(missing_ok=True)
+    return made
+
+
 def main() -> None:
-    """Build every source for every architecture, then write the manifest."""
+    """Build the named sources, or all, and update the manifest after each."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("source", nargs="*", help=f"of {', '.join(sources())}; all by default")
     parser.add_argument("--arch", choices=sorted(ARCHS), action="append")
-    parser.add_argument("--source", choices=sources(), action="append")
     args = parser.parse_args()
-    manifest_path = CUBINS / "MANIFEST.json"
-    manifest: dict[str, Any] = {"compiler": f"nvcc {COMPILER}", "cubins": {}}
-    if manifest_path.exists():
-        manifest["cubins"] = json.loads(manifest_path.read_text())["cubins"]
-    for arch in args.arch or sorted(ARCHS):
-        (CUBINS / arch).mkdir(parents=True, exist_ok=True)
-        for name in args.source or sources():
-            cubin = CUBINS / arch / f"{name}.cubin"
-            compile_source(name, arch, cubin)
-            manifest["cubins"][f"{arch}/{name}"] = entry(name, arch, cubin)
-            print(f"{arch}/{name}.cubin {cubin.stat().st_size} bytes")
-    manifest_path.write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
+    unknown = sorted(set(args.source) - set(sources()))
+    if unknown:
+        parser.error(f"no csrc/{unknown[0]}.cu; there are {', '.join(sources())}")
+    for name in args.source or sources():
+        for arch in args.arch or sorted(ARCHS):
+            made = build(name, arch, CUBINS)
+            record(CUBINS, {f"{arch}/{name}": made})
+            print(f"{arch}/{name}.cubin {(CUBINS / arch / f'{name}.cubin').stat().st_size} bytes")
 
 
 if __name__ == "__main__":

@@ -106,3 +106,26 @@ def test_a_build_is_reproducible(tmp_path: Path, arch: str) -> None:
     target = tmp_path / "bandwidth.cubin"
     build.compile_source("bandwidth", arch, target)
     assert target.read_bytes() == (build.CUBINS / arch / "bandwidth.cubin").read_bytes()
+
+
+def test_builds_side_by_side_merge_their_entries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build.record(tmp_path, {"sm90a/bandwidth": {"a": 1}, "sm90a/moe": {"a": 2}})
+    build.record(tmp_path, {"sm120a/bandwidth": {"a": 3}, "sm90a/moe": {"a": 4}})
+    path = tmp_path / "MANIFEST.json"
+    expected = {"sm90a/bandwidth": {"a": 1}, "sm90a/moe": {"a": 4}, "sm120a/bandwidth": {"a": 3}}
+    assert json.loads(path.read_text())["cubins"] == expected
+    monkeypatch.setattr(build, "sources", lambda: ["moe"])  # a source that is gone leaves no entry
+    build.record(tmp_path, {})
+    assert json.loads(path.read_text())["cubins"] == {"sm90a/moe": {"a": 4}}
+
+
+def test_a_source_that_changes_under_the_compiler_is_not_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashes = iter(["before", "after"])
+    monkeypatch.setattr(build, "source_hash", lambda name: next(hashes))
+    with pytest.raises(CubinError, match="changed while it was compiled"):
+        build.build("bandwidth", "sm90a", tmp_path)
+    assert not list((tmp_path / "sm90a").iterdir())
