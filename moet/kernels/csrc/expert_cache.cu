@@ -1,0 +1,237 @@
+// The slot table of the expert cache, and rows from host memory into slots: see expert_cache.py.
+#include "device.cuh"
+
+#ifdef MOET_EMULATE
+#include <time.h>
+DEVICE int load_acquire_system(const int* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+DEVICE void store_release_system(int* p, int v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+DEVICE int64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec * 1000000000ll + t.tv_nsec;
+}
+DEVICE void rest() {
+  timespec t = {0, 100000};
+  nanosleep(&t, nullptr);
+}
+#else
+DEVICE int load_acquire_system(const int* p) {
+  int v;
+  asm volatile("ld.acquire.sys.global.b32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+DEVICE void store_release_system(int* p, int v) {
+  asm volatile("st.release.sys.global.b32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+DEVICE int64_t now_ns() {
+  int64_t v;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(v));
+  return v;
+}
+DEVICE void rest() { asm volatile("nanosleep.u32 500;"); }
+#endif
+
+constexpr int RESOLVE_THREADS = 1024;
+constexpr int MAX_USES = 3, STATIC_USES = 255;
+constexpr uint32_t ERROR_CAPACITY = 1u << 8, ERROR_TIMEOUT = 1u << 9, ERROR_READ = 1u << 10;
+
+struct ResolveArgs {
+  const int64_t* expert_ids;  // [pairs]; below 0: of a row that does not count
+  int64_t* slot_of;           // [rows of all layers]
+  int* row_of;                // [slots]
+  int* uses;                  // [slots]
+  int* hand;
+  int* fetch_rows;   // [experts]
+  int* fetch_slots;  // [experts]
+  int* num_fetch;
+  unsigned long long* counters;  // hits, misses
+  uint32_t* error;
+  int* requests;  // mapped: a count and a ring of request_slots rows; or null
+  int* progress;  // mapped: fetches begun and ended
+  int pairs, experts, first_row, slots, request_slots;
+};
+
+// Inclusive prefix sum over the CTA; the sums end in `values`.
+DEVICE void prefix_sums(int* values, int* other) {
+  int t = threadIdx.x;
+  sync_threads();
+  for (int step = 1; step < RESOLVE_THREADS; step *= 2) {
+    other[t] = values[t] + (t >= step ? values[t - step] : 0);
+    sync_threads();
+    int* swap = values;
+    values = other, other = swap;
+  }
+}
+
+// One CTA, a thread an expert and then a thread a slot: the hand goes over up to 1,024 slots at once
+// and stops where it would have stopped slot by slot.
+KERNEL(RESOLVE_THREADS, 1) resolve_experts(GRID_CONSTANT ResolveArgs p) {
+  wait_for_previous_kernel();
+  int* wanted = reinterpret_cast<int*>(dynamic_shared());
+  int* sums = wanted + RESOLVE_THREADS;
+  int* other = sums + RESOLVE_THREADS;
+  int* misses = other + RESOLVE_THREADS;
+  int* stop = misses + RESOLVE_THREADS;  // of the hand, within a window
+  int t = threadIdx.x;
+  wanted[t] = 0;
+  sync_threads();
+  for (int i = t; i < p.pairs; i += RESOLVE_THREADS) {
+    int64_t id = p.expert_ids[i];
+    if (id >= 0 && id < p.experts) wanted[id] = 1;
+  }
+  sync_threads();
+  int64_t* slot_of = p.slot_of + p.first_row;
+  int slot = -1;
+  if (wanted[t]) slot = static_cast<int>(slot_of[t]);
+  bool hit = slot >= 0, miss = wanted[t] && !hit;
+  if (hit && p.uses[slot] < MAX_USES) p.uses[slot]++;
+  sums[t] = miss | wanted[t] << 16;
+  prefix_sums(sums, other);
+  int needed = sums[RESOLVE_THREADS - 1] & 0xFFFF, num_wanted = sums[RESOLVE_THREADS - 1] >> 16;
+  if (miss) misses[(sums[t] & 0xFFFF) - 1] = t;
+  int hand = *p.hand, found = 0;
+  int window = p.slots < RESOLVE_THREADS ? p.slots : RESOLVE_THREADS;
+  int most = (MAX_USES + 1) * ((p.slots + window - 1) / window) + 1;
+  sync_threads();
+  for (int turn = 0; turn < most && found < needed; turn++) {
+    int at = hand + t;
+    if (at >= p.slots) at -= p.slots;
+    bool passed = true, candidate = false;
+    if (t < window) {
+      int expert = p.row_of[at] - p.first_row, uses = p.uses[at];
+      bool kept = expert >= 0 && expert < p.experts && wanted[expert];
+      passed = kept || uses == STATIC_USES;
+      candidate = !passed && uses == 0;
+    }
+    if (t == 0) *stop = window - 1;
+    sums[t] = candidate;
+    prefix_sums(sums, other);
+    int rank = sums[t], there = sums[RESOLVE_THREADS - 1];
+    int taken = there < needed - found ? there : needed - found;
+    if (candidate && rank == needed - found) *stop = t;
+    sync_threads();
+    int last = *stop;
+    if (t < window && t <= last && !passed) {
+      if (candidate) {
+        int expert = misses[found + rank - 1], old = p.row_of[at];
+        if (old >= 0) p.slot_of[old] = -1;
+        p.row_of[at] = p.first_row + expert;
+        p.uses[at] = 0;
+        slot_of[expert] = at;
+        p.fetch_rows[found + rank - 1] = p.first_row + expert;
+        p.fetch_slots[found + rank - 1] = at;
+      } else {
+        p.uses[at]--;
+      }
+    }
+    found += taken;
+    hand += last + 1;
+    if (hand >= p.slots) hand -= p.slots;
+    sync_threads();
+  }
+  if (p.requests && found > 0) {
+    int count = p.requests[0];
+    if (t < found) p.requests[1 + (count + t) % p.request_slots] = p.fetch_rows[t];
+    sync_threads();
+    if (t == 0) {
+      store_release_system(p.progress, p.progress[0] + 1);
+      store_release_system(p.requests, count + found);
+    }
+  }
+  if (t == 0) {
+    *p.hand = hand;
+    *p.num_fetch = found;
+    p.counters[0] += num_wanted - needed;
+    p.counters[1] += needed;
+    if (found < needed) atomic_or(p.error, ERROR_CAPACITY);
+  }
+}
+LAUNCHABLE(resolve_experts, ResolveArgs, RESOLVE_THREADS)
+
+constexpr int FETCH_THREADS = 256;
+constexpr int PIECE_BYTES = 16384;
+constexpr int MAX_FETCH = 1024;
+
+struct FetchArgs {
+  uint8_t* pool;             // [slots, row_bytes]
+  const uint64_t* chunks;    // addresses of chunks of rows in host memory
+  const int* place_of;       // [rows of all layers], mapped: -1 not here yet, -2 never
+  const int* fetch_rows;
+  const int* fetch_slots;
+  const int* num_fetch;
+  int* progress;             // mapped: fetches begun and ended
+  uint32_t* ctas_done;       // 0 between fetches
+  uint32_t* error;
+  int64_t row_bytes, timeout_ns;
+  int rows_per_chunk, waits;  // waits: rows may come while this runs
+};
+
+// The place of a row that was not there at first; -1 once time is over.
+DEVICE int wait_for_row(const FetchArgs& p, int row, int64_t until) {
+  for (;;) {
+    int place = load_acquire_system(p.place_of + row);
+    if (place >= 0) return place;
+    if (place == -2 || now_ns() > until) {
+      atomic_or(p.error, place == -2 ? ERROR_READ : ERROR_TIMEOUT);
+      return -1;
+    }
+    rest();
+  }
+}
+
+DEVICE void copy_piece(const FetchArgs& p, int entry, int place, int piece) {
+  int64_t first = int64_t(piece) * PIECE_BYTES, left = p.row_bytes - first;
+  int count = static_cast<int>(left < PIECE_BYTES ? left : PIECE_BYTES) / 16;
+  const uint8_t* chunk = reinterpret_cast<const uint8_t*>(p.chunks[place / p.rows_per_chunk]);
+  const uint8_t* row = chunk + place % p.rows_per_chunk * p.row_bytes;
+  const uint4* from = reinterpret_cast<const uint4*>(row + first);
+  uint4* to = reinterpret_cast<uint4*>(p.pool + p.fetch_slots[entry] * p.row_bytes + first);
+  uint4 v[PIECE_BYTES / 16 / FETCH_THREADS];
+#pragma unroll
+  for (int i = 0; i < PIECE_BYTES / 16 / FETCH_THREADS; i++) {
+    int at = threadIdx.x + i * FETCH_THREADS;
+    if (at < count) v[i] = load_streaming(from + at);
+  }
+#pragma unroll
+  for (int i = 0; i < PIECE_BYTES / 16 / FETCH_THREADS; i++) {
+    int at = threadIdx.x + i * FETCH_THREADS;
+    if (at < count) to[at] = v[i];
+  }
+}
+
+// Pieces of all rows that are in host memory go round the CTAs, then those of rows that come from disk.
+KERNEL(FETCH_THREADS, 2) fetch_experts(GRID_CONSTANT FetchArgs p) {
+  wait_for_previous_kernel();
+  int* places = reinterpret_cast<int*>(dynamic_shared());
+  int* late = places + MAX_FETCH;
+  int n = *p.num_fetch;
+  if (n == 0) return;
+  for (int i = threadIdx.x; i < n; i += FETCH_THREADS) {
+    places[i] = load_acquire_system(p.place_of + p.fetch_rows[i]);
+    late[i] = places[i] < 0;
+  }
+  sync_threads();
+  int pieces = static_cast<int>((p.row_bytes + PIECE_BYTES - 1) / PIECE_BYTES);
+  for (int item = blockIdx.x; item < n * pieces; item += gridDim.x)
+    if (!late[item / pieces]) copy_piece(p, item / pieces, places[item / pieces], item % pieces);
+  int64_t until = now_ns() + p.timeout_ns;
+  for (int entry = 0; entry < n; entry++) {
+    if (!late[entry]) continue;
+    if (threadIdx.x == 0) places[entry] = wait_for_row(p, p.fetch_rows[entry], p.waits ? until : 0);
+    sync_threads();
+    int place = places[entry];
+    if (place < 0) continue;
+    // The same pieces as above, as CTAs may differ in which rows they find late.
+    for (int piece = 0; piece < pieces; piece++)
+      if ((entry * pieces + piece) % gridDim.x == blockIdx.x) copy_piece(p, entry, place, piece);
+  }
+  sync_threads();
+  if (threadIdx.x == 0) {
+    fence_device();
+    if (atomic_add(p.ctas_done, 1) == gridDim.x - 1) {
+      *p.ctas_done = 0;
+      if (p.progress) store_release_system(p.progress + 1, p.progress[1] + 1);
+    }
+  }
+}
+LAUNCHABLE(fetch_experts, FetchArgs, FETCH_THREADS)
