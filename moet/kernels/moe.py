@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moet.kernels.gemm import FP8_BLOCK, matmul
+from moet.kernels.gemm import FP8_BLOCK, matmul, matmul_slices, tree_sum
 from moet.kernels.quant import fp8_qdq
-from moet.kernels.registry import op
+from moet.kernels.registry import GPU_ARCHS, op
 
 EXPERTS_AT_ONCE = 8  # unpacked together; bounds the memory of a prefill
 
@@ -35,12 +35,20 @@ class ExpertTable:
     """Where the experts of one layer are.
 
     rows: [num_slots, row_bytes] uint8, one expert a slot. slot_of: [num_experts] int64, -1 where an
-    expert is not resident. All rows of a table have one format.
+    expert is not resident. All rows of a table have one format. bases: [num_experts, ...] uint8,
+    ExpertRows.row_base of every expert, for kernels that count exponents from it.
     """
 
     format: ExpertFormat
     rows: Tensor
     slot_of: Tensor
+    bases: Tensor | None = None
+
+    def matrices(self, expert_id: int) -> tuple[Tensor, Tensor, Tensor]:
+        """w1, w3 and w2 of an expert, as the format unpacks them; of the reference ops."""
+        slot = int(self.slot_of[expert_id])
+        assert slot >= 0, f"expert {expert_id} is not resident"
+        return self.format.unpack(self.rows[slot])
 
 
 class F32Experts:
@@ -117,6 +125,15 @@ def swiglu(gate: Tensor, up: Tensor, *, limit: float | None) -> Tensor:
     return a / (1 + torch.exp(-a)) * b
 
 
+def _on_gpu(*, arch: str) -> bool:
+    return arch in GPU_ARCHS
+
+
+@swiglu.impl("torch", supports=_on_gpu)
+def _swiglu(gate: Tensor, up: Tensor, *, limit: float | None) -> Tensor:
+    return swiglu.reference(gate, up, limit=limit)  # each value on its own
+
+
 def _rounded(x: Tensor, round_activations: bool) -> Tensor:
     """The input of a product in fp32, as fp8 would carry it if asked."""
     return fp8_qdq(x.float(), block=FP8_BLOCK) if round_activations else x.float()
@@ -132,13 +149,15 @@ def expert_mixture(
     limit: float | None,
     round_activations: bool,
     weigh_output: bool = False,
+    num_slices: int = 1,
 ) -> Tensor:
     """Sum over the chosen experts of w2 @ (swiglu(w1 @ x, w3 @ x) * weight).
 
     x: [n, D] fp32 or bf16. expert_ids: [n, top_k] int64, distinct in a row and resident in table.
     weights: [n, top_k] fp32; weigh_output applies them to the experts' outputs instead of their
-    hidden values. round_activations: e4m3 per 128 inputs before each product. Each expert's output
-    has the dtype of x; the sum runs over a row's choices in order, in fp32. Returns [n, D] fp32.
+    hidden values. round_activations: e4m3 per 128 inputs before each product. The last product is
+    made in num_slices of its inputs; for each slice the sum runs over a row's choices in order, then
+    by tree over the slices, all in fp32. Returns [n, D] fp32.
     """
     num_rows, top_k = expert_ids.shape
     choices: dict[int, list[int]] = {}  # expert -> places in the flattened ids
@@ -146,11 +165,11 @@ def expert_mixture(
         choices.setdefault(expert_id, []).append(place)
     inputs = _rounded(x, round_activations)
     flat_weights = weights.reshape(-1, 1)
-    parts = x.new_empty(num_rows * top_k, x.shape[1], dtype=torch.float32)
+    parts = x.new_empty(num_slices, num_rows * top_k, x.shape[1], dtype=torch.float32)
     chosen = list(choices)
     for first in range(0, len(chosen), EXPERTS_AT_ONCE):
         group = chosen[first : first + EXPERTS_AT_ONCE]
-        experts = [_unpacked(table, expert_id) for expert_id in group]
+        experts = [table.matrices(expert_id) for expert_id in group]
         sizes = [len(choices[expert_id]) for expert_id in group]
         places = torch.tensor([place for expert_id in group for place in choices[expert_id]])
         rows = torch.split(inputs[places // top_k], sizes)
@@ -164,13 +183,9 @@ def expert_mixture(
             (hidden if weigh_output else hidden * scale).to(x.dtype), round_activations
         )
         rows = torch.split(hidden, sizes)
-        out = torch.cat([matmul(r, e[2]) for r, e in zip(rows, experts, strict=True)])
-        out = out.to(x.dtype).float()
-        parts[places] = out * scale if weigh_output else out
-    return functools.reduce(torch.add, parts.view(num_rows, top_k, x.shape[1]).unbind(1))
-
-
-def _unpacked(table: ExpertTable, expert_id: int) -> tuple[Tensor, Tensor, Tensor]:
-    slot = int(table.slot_of[expert_id])
-    assert slot >= 0, f"expert {expert_id} is not resident"
-    return table.format.unpack(table.rows[slot])
+        products = [matmul_slices(r, e[2], num_slices) for r, e in zip(rows, experts, strict=True)]
+        for part, of_slice in zip(parts, zip(*products, strict=True), strict=True):
+            out = torch.cat(of_slice)
+            part[places] = out * scale if weigh_output else out
+    by_choice = parts.view(num_slices, num_rows, top_k, x.shape[1])
+    return tree_sum([functools.reduce(torch.add, part.unbind(1)) for part in by_choice])

@@ -14,10 +14,12 @@ from moet.errors import CheckpointError, ConfigError
 from moet.kernels.attention import window_attention
 from moet.kernels.cache import copy_entries, write_kv
 from moet.kernels.compressor import compress
-from moet.kernels.gemm import grouped_linear, linear_fp32, streamed
+from moet.kernels.device_gemm import Device
+from moet.kernels.gemm import linear_fp32, streamed
 from moet.kernels.hyper_connection import hc_enter, hc_head_norm, hc_pass, hc_post
 from moet.kernels.indexer import index_query, index_select
 from moet.kernels.moe import sqrt_softplus
+from moet.kernels.quant import Activations
 from moet.kernels.rope import Yarn, norm_rope_heads, rope_cos_sin, rope_frequencies
 from moet.kernels.rows import Rows
 from moet.models.base import (
@@ -34,8 +36,9 @@ from moet.models.deepseek_v4_cache import (
     CacheLayout,
 )
 from moet.models.deepseek_v4_config import DeepseekV4Config
-from moet.models.layers import Embedding, Linear, LMHead, Weights
+from moet.models.layers import Embedding, GroupedLinear, Linear, LMHead, Weights, joined
 from moet.models.moe import MoE, Router, SwigluMlp
+from moet.models.sharding import WHOLE, Shard, divide_deepseek_v4
 from moet.models.step import Place, step_rows
 
 CosSin = tuple[Tensor, Tensor]
@@ -113,8 +116,9 @@ class Compressor:
         self.state, self.entries = state, entries
         channels = width * (2 if self.overlapped else 1)
         self.ape = weights.fp32("ape", ratio, channels)
-        names = ("wkv.weight", "wgate.weight")
-        self.parts = [weights.fp32(name, channels, config.hidden_size) for name in names]
+        self.parts = [
+            weights.operand(name, channels, config.hidden_size)[0] for name in ("wkv", "wgate")
+        ]
         self.norm_weight = weights.fp32("norm.weight", width)
         self.eps = config.rms_norm_eps
         self._compress = compress.bind(
@@ -156,7 +160,7 @@ class Indexer:
         self.quantised = layout.quantised_index
         self.keys = layout.place("index_keys", layer_idx)
         self.wq_b = weights.linear("wq_b", self.num_heads * self.dim, config.q_lora_rank)
-        self.gate, _ = weights.matrix("weights_proj", self.num_heads, config.hidden_size)
+        self.gate, _ = weights.operand("weights_proj", self.num_heads, config.hidden_size)
         self.gate_scale = self.dim**-0.5 * self.num_heads**-0.5
         self.compressor = Compressor(
             weights.under("compressor."),
@@ -227,7 +231,6 @@ class Attention:
         self._copy = copy_entries.bind(arch=arch, form=self.window.form)
         self._heads = norm_rope_heads.bind(arch=arch, **facts)
         self._attend = window_attention.bind(arch=arch, form=self.window.form, num_heads=heads)
-        self._grouped = grouped_linear.bind(arch=arch)
 
     def _load_projections(self, weights: Weights, config: DeepseekV4Config) -> None:
         """Matrices of one input are multiplied at once: fewer and longer streams of weights."""
@@ -245,15 +248,14 @@ class Attention:
             users += [self.indexer.compressor.parts, [self.indexer.gate]]
         unquantised = [part for parts in users for part in parts]
         self.queries = Linear.stacked(queries)
-        self.unquantised = streamed(torch.cat(unquantised)) if unquantised else None
-        self.widths = [sum(len(part) for part in parts) for parts in users]
+        self.unquantised = joined(unquantised) if unquantised else None
+        self.widths = [sum(part.shape[0] for part in parts) for parts in users]
         self._project = linear_fp32.bind(arch=weights.settings.arch)
         group_in = heads * head_dim // groups
-        wo_a, _ = weights.matrix("wo_a", groups * config.o_lora_rank, group_in)
-        self.wo_a = streamed(wo_a.reshape(groups, config.o_lora_rank, group_in))
-        self.wo_b = weights.linear("wo_b", dim, groups * config.o_lora_rank)
+        self.wo_a = GroupedLinear(weights, "wo_a", groups, config.o_lora_rank, group_in)
+        self.wo_b = weights.input_linear("wo_b", dim, groups * config.o_lora_rank)
 
-    def __call__(self, x: Tensor, step: Step) -> Tensor:
+    def __call__(self, x: Tensor | Activations, step: Step) -> Tensor:
         """x: [n, dim], normalised. Returns [n, dim] and updates this layer's state."""
         cos_sin = step.compress if self.ratio else step.main
         qr, kv = self.wqa_wkv(x).tensor_split([self.q_lora_rank], 1)
@@ -263,7 +265,7 @@ class Attention:
         selected = self._compressed(x, index_q, step)
         ring = self.window.cache(step.kv)
         slots = step.ring_slots(ring.form.entries_per_page)
-        chunk = None if step.rows.short else ring.scratch(len(x))
+        chunk = None if step.rows.short else ring.scratch(len(qr))
         own, places = (ring, slots) if chunk is None else (chunk, step.row_ids)
         self._write(kv, self.kv_norm_weight, *cos_sin, own, places, eps=self.eps)
         o = self._attend(
@@ -281,17 +283,17 @@ class Attention:
         )
         if chunk is not None:
             self._copy(chunk, ring, slots)
-        return self.wo_b(self._grouped(o.view(len(x), self.num_groups, -1), self.wo_a).flatten(1))
+        return self.wo_b(self.wo_a(o.view(len(qr), self.num_groups, -1)).flatten(1))
 
-    def _compressed(self, x: Tensor, index_q: Tensor, step: Step) -> Tensor | None:
+    def _compressed(self, x: Tensor | Activations, index_q: Tensor, step: Step) -> Tensor | None:
         """Store compressed entries, then choose among them if this layer does."""
         if self.compressor is None or self.unquantised is None:
             return None
         parts = torch.split(self._project(x, self.unquantised), self.widths, dim=1)
-        self.compressor(parts[0], step, x.dtype)
+        self.compressor(parts[0], step, index_q.dtype)
         if self.indexer is None:
             return None
-        self.indexer.compressor(parts[1], step, x.dtype)
+        self.indexer.compressor(parts[1], step, index_q.dtype)
         return self.indexer(index_q, parts[2], step)
 
 
@@ -363,7 +365,7 @@ class Block:
         x, post, mix = self.hc_attn.enter(residual)
         residual.pending = self.attn(x, step), post, mix
         x, post, mix = self.hc_ffn.enter(residual)
-        residual.pending = self.ffn(x, step.token_ids, experts), post, mix
+        residual.pending = self.ffn(x, step.token_ids, step.rows.positions, experts), post, mix
 
     def finish(self, residual: Residual) -> Tensor:
         """[n, h, dim], behind this layer."""
@@ -385,7 +387,7 @@ def _load_moe(weights: Weights, config: DeepseekV4Config, layer_idx: int) -> MoE
     else:
         bias = weights.fp32("gate.bias", num_experts)
     router = Router(
-        streamed(weights.fp32("gate.weight", num_experts, dim)),
+        weights.operand("gate", num_experts, dim)[0],
         bias=bias,
         table=table,
         top_k=top_k,
@@ -396,7 +398,7 @@ def _load_moe(weights: Weights, config: DeepseekV4Config, layer_idx: int) -> MoE
     shared = SwigluMlp(
         weights.linear("shared_experts.w1", inter, dim),
         weights.linear("shared_experts.w3", inter, dim),
-        weights.linear("shared_experts.w2", dim, inter),
+        weights.input_linear("shared_experts.w2", dim, inter),
         limit=limit,
         arch=settings.arch,
     )
@@ -465,6 +467,7 @@ class DeepseekV4:
     layers: list[Block]
     head: Head
     mtp: MTPBlock | None
+    device: Device | None = None
 
     def __post_init__(self) -> None:
         self.vocab_size = self.config.vocab_size
@@ -479,11 +482,15 @@ class DeepseekV4:
         settings: ModelSettings,
         kv_dtype: KVDtype,
         num_spec_tokens: int = 0,
+        shard: Shard = WHOLE,
+        gpu: Device | None = None,
     ) -> DeepseekV4:
-        """Read everything but the routed experts.
+        """Read everything but the routed experts, as far as the shard has it.
 
         rounding "none" computes in fp32 and needs kv_dtype "fp32"; "deployed" rounds activations to
         bf16 and fp8. num_spec_tokens > 0 loads the draft block and makes room for its rows.
+
+        gpu: where to; it must be there unless the arch is "reference".
 
         Raises ConfigError for settings that do not fit, CheckpointError for tensors that do not.
         """
@@ -492,7 +499,8 @@ class DeepseekV4:
                 f"rounding none keeps all numbers in fp32, but the KV format is {kv_dtype}; "
                 "use --kv-dtype fp32 with it"
             )
-        weights = Weights(source, settings)
+        config, source = divide_deepseek_v4(config, source, shard)
+        weights = Weights(source, settings, gpu=gpu)
         if num_spec_tokens and not weights.has("mtp.0.e_proj.weight"):
             raise ConfigError(
                 f"{num_spec_tokens} draft tokens were asked for, but the checkpoint has no MTP "
@@ -501,7 +509,7 @@ class DeepseekV4:
         dtype = torch.float32 if settings.rounding == "none" else torch.bfloat16
         layout = CacheLayout(config, kv_dtype, num_spec_tokens)
         vocab, dim = config.vocab_size, config.hidden_size
-        lm_head = LMHead(weights.fp32("head.weight", vocab, dim), arch=settings.arch)
+        lm_head = LMHead.load(weights, "head", vocab, dim)
         return cls(
             config=config,
             layout=layout,
@@ -514,6 +522,7 @@ class DeepseekV4:
             mtp=MTPBlock(weights.under("mtp.0."), config, layout, lm_head)
             if num_spec_tokens
             else None,
+            device=gpu,
         )
 
     def kv_cache_spec(self) -> KVCacheSpec:
@@ -526,9 +535,23 @@ class DeepseekV4:
     def forward(self, inputs: ForwardInput, kv: KVTensors, experts: ExpertProvider) -> ModelOutput:
         """Run one step. hidden_states: [num_tokens, h, dim], streams before the last collapse."""
         with torch.inference_mode():
-            streams = self.run(inputs.token_ids, self.rows(inputs), kv, experts)
-            logits = self.head(streams[inputs.logits_indices])
-        return ModelOutput(logits.clone(), streams)  # a clone may be changed in place
+            rows = self.rows(inputs)
+            output = self.compute(inputs.token_ids, rows, inputs.logits_indices, kv, experts)
+        return ModelOutput(output.logits.clone(), output.hidden_states)  # may be changed in place
+
+    def compute(
+        self,
+        token_ids: Tensor,
+        rows: Rows,
+        logits_indices: Tensor | None,
+        kv: KVTensors,
+        experts: ExpertProvider,
+    ) -> ModelOutput:
+        """A step on tensors alone: with rows.short on a GPU no decision is the host's, so that it
+        can be captured. token_ids: [n] int64. logits_indices: as in ForwardInput; None: all rows.
+        """
+        streams = self.run(token_ids, rows, kv, experts)
+        return ModelOutput(self.head(_chosen(streams, logits_indices)), streams)
 
     def run(self, token_ids: Tensor, rows: Rows, kv: KVTensors, experts: ExpertProvider) -> Tensor:
         """The layers alone, without a host decision if the ops make none. Returns [n, h, dim]."""
@@ -547,9 +570,26 @@ class DeepseekV4:
         inputs.token_ids are those at positions + 1. streams: [num_tokens, h, dim], hidden_states
         of forward or of a previous draft. Needs num_spec_tokens > 0 at load.
         """
-        assert self.mtp is not None, "loaded without a draft block"
         with torch.inference_mode():
-            step = Step(inputs.token_ids, self.rows(inputs), kv, self.tables)
-            streams = self.mtp(self.embed(inputs.token_ids), streams, step, experts)
-            logits = self.mtp.head(streams[inputs.logits_indices])
-        return ModelOutput(logits.clone(), streams)
+            rows, chosen = self.rows(inputs), inputs.logits_indices
+            output = self.compute_draft(inputs.token_ids, rows, chosen, streams, kv, experts)
+        return ModelOutput(output.logits.clone(), output.hidden_states)
+
+    def compute_draft(
+        self,
+        token_ids: Tensor,
+        rows: Rows,
+        logits_indices: Tensor | None,
+        streams: Tensor,
+        kv: KVTensors,
+        experts: ExpertProvider,
+    ) -> ModelOutput:
+        """`draft` as `compute` is `forward`."""
+        assert self.mtp is not None, "loaded without a draft block"
+        step = Step(token_ids, rows, kv, self.tables)
+        streams = self.mtp(self.embed(token_ids), streams, step, experts)
+        return ModelOutput(self.mtp.head(_chosen(streams, logits_indices)), streams)
+
+
+def _chosen(streams: Tensor, indices: Tensor | None) -> Tensor:
+    return streams if indices is None else streams[indices]

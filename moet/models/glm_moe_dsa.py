@@ -34,6 +34,7 @@ from moet.models.base import (
 from moet.models.glm_moe_dsa_config import GlmMoeDsaConfig
 from moet.models.layers import Embedding, LMHead, RMSNorm, Weights
 from moet.models.moe import MoE, Router, SwigluMlp
+from moet.models.sharding import WHOLE, Shard, divide_glm_moe_dsa
 from moet.models.step import LayerCache, SequenceRows, sequences
 
 PAGE_SIZE = 64  # tokens
@@ -143,7 +144,7 @@ class Attention:
         w_uk, w_uv = torch.split(kv_b.view(heads, nope + value, latent), [nope, value], dim=1)
         self.w_uk = streamed(w_uk.transpose(1, 2))  # [H, latent, nope]
         self.w_uv = streamed(w_uv)  # [H, value, latent]
-        self.o = weights.linear("o_proj", hidden, heads * value)
+        self.o = weights.input_linear("o_proj", hidden, heads * value)
         self.no_sink = torch.full((heads,), -torch.inf)
         self._rope = rope.bind(arch=settings.arch)
         self._grouped = grouped_linear.bind(arch=settings.arch)
@@ -239,13 +240,13 @@ class DecoderLayer:
         if self.mlp is not None:
             return x + self.mlp(u), selection
         assert self.moe is not None
-        return x + self.moe(u, step.token_ids, experts), selection
+        return x + self.moe(u, step.token_ids, step.positions, experts), selection
 
 
 def _mlp(weights: Weights, hidden: int, width: int) -> SwigluMlp:
     gate = weights.linear("gate_proj", width, hidden)
     up = weights.linear("up_proj", width, hidden)
-    down = weights.linear("down_proj", hidden, width)
+    down = weights.input_linear("down_proj", hidden, width)
     return SwigluMlp(gate, up, down, limit=None, arch=weights.settings.arch)
 
 
@@ -349,8 +350,11 @@ class GlmMoeDsa:
         settings: ModelSettings,
         kv_dtype: KVDtype,
         num_spec_tokens: int = 0,
+        shard: Shard = WHOLE,
     ) -> GlmMoeDsa:
         """Read everything but the routed experts; the draft layer only for num_spec_tokens > 0.
+
+        shard: what this process holds of it.
 
         rounding "none" computes in fp32; "deployed" rounds activations to bf16 (to e4m3 before
         fp8 weights) and index keys to e4m3. KV rows follow kv_dtype in both.
@@ -362,6 +366,7 @@ class GlmMoeDsa:
                 f"{num_spec_tokens} draft tokens were asked for, but num_nextn_predict_layers is 0 "
                 "in this model's config.json; use 0"
             )
+        config, source = divide_glm_moe_dsa(config, source, shard)
         weights = Weights(source, settings)
         layout = CacheLayout(config, kv_dtype, settings.rounding, num_spec_tokens > 0)
         dtype = torch.float32 if settings.rounding == "none" else torch.bfloat16
@@ -380,7 +385,7 @@ class GlmMoeDsa:
             embed=Embedding(weights.tensor("model.embed_tokens.weight", *table), dtype),
             layers=layers,
             norm=weights.norm("model.norm", config.hidden_size, eps=config.rms_norm_eps),
-            head=LMHead(weights.fp32("lm_head.weight", *table), arch=settings.arch),
+            head=LMHead.load(weights, "lm_head", *table),
             mtp=mtp,
         )
 

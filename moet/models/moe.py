@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moet.config import ModelSettings
-from moet.kernels.gemm import linear_fp32
+from moet.kernels.gemm import Matrix, linear_fp32
 from moet.kernels.moe import (
     ExpertTable,
     F32Experts,
@@ -16,24 +16,30 @@ from moet.kernels.moe import (
     expert_weights,
     route_by_bias,
     route_by_token,
+    sigmoid_scores,
+    sqrt_softplus,
     swiglu,
 )
+from moet.kernels.moe_layer import RouterWeights, SharedWeights, moe
+from moet.kernels.quant import Activations, plain_values
 from moet.kernels.registry import Op
-from moet.models.base import ExpertProvider
+from moet.kernels.stream_experts import SharedExpert
+from moet.models.base import ExpertProvider, ResidentProvider
 from moet.models.formats import dequantize_mxfp4
-from moet.models.layers import Linear, Weights
+from moet.models.layers import InputLinear, Linear, Weights
 
 
 class Router:
     """Chooses experts and weighs them: by biased score, or by token id if `table` is given.
 
     scores turns logits into scores, which is where the models differ.
-    weight: [num_experts, dim] fp32. bias: [num_experts] fp32. table: [vocab_size, top_k] int64.
+    weight: [num_experts, dim] fp32, or packed for a GPU, where `moe` routes, too.
+    bias: [num_experts] fp32. table: [vocab_size, top_k] int64.
     """
 
     def __init__(
         self,
-        weight: Tensor,
+        weight: Matrix,
         *,
         bias: Tensor | None,
         table: Tensor | None,
@@ -48,6 +54,12 @@ class Router:
         self.table = table
         self.top_k = top_k
         self.scaling_factor = scaling_factor
+        assert scores is sqrt_softplus or scores is sigmoid_scores
+        self.weights = RouterWeights(
+            weight, bias, table, top_k, scaling_factor, sigmoid=scores is sigmoid_scores
+        )
+        if arch != "reference":
+            return
         self._logits = linear_fp32.bind(arch=arch)
         self._scores = scores.bind(arch=arch)
         self._by_bias = route_by_bias.bind(arch=arch)
@@ -69,20 +81,43 @@ class SwigluMlp:
     """Three linears that every token passes: a shared expert, or the MLP of a dense layer."""
 
     def __init__(
-        self, w1: Linear, w3: Linear, w2: Linear, *, limit: float | None, arch: str
+        self, w1: Linear, w3: Linear, w2: InputLinear, *, limit: float | None, arch: str
     ) -> None:
         self.gate_up = Linear.stacked([w1, w3])
         self.w2 = w2
         self.limit = limit
         self._swiglu = swiglu.bind(arch=arch)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def weights(self) -> SharedWeights:
+        """As the op `moe` takes them."""
+        up, down = self.gate_up.weight, self.w2.weight
+        if isinstance(up, Tensor) and isinstance(down, Tensor):
+            return SharedWeights(up, down, self.gate_up.quantised)
+        assert not isinstance(up, Tensor)
+        assert not isinstance(down, Tensor)
+        if not up.quantised:
+            return SharedWeights(None, None, False)
+        packed = SharedExpert.joined(up.stored, down.stored)
+        return SharedWeights(None, None, True, packed)
+
+    def _hidden(self, x: Tensor | Activations) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, 1)
-        return self.w2(self._swiglu(gate, up, limit=self.limit).to(x.dtype))
+        return self._swiglu(gate, up, limit=self.limit).to(gate.dtype)
+
+    def partial(self, x: Tensor) -> Tensor:
+        """This rank's part of the output, to be summed over the ranks. fp32."""
+        return self.w2.partial(self._hidden(x))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.w2(self._hidden(x))
 
 
 class MoE:
-    """Routed experts plus the shared one. Where the routed ones are is the provider's affair."""
+    """Routed experts plus the shared one. Where the routed ones are is the provider's affair.
+
+    Ranks that share the intermediate columns add both parts in one exchange; the parts are added to
+    each other last, so that the sums are the same however many ranks there are.
+    """
 
     def __init__(
         self,
@@ -99,11 +134,32 @@ class MoE:
         self.shared = shared
         self.limit = limit
         self.weigh_output = weigh_output
+        self.shard, self.num_slices = shared.w2.shard, shared.w2.num_slices
         self.round_activations = settings.rounding == "deployed"
-        self._mixture = expert_mixture.bind(arch=settings.arch)
+        self._whole = None if settings.arch == "reference" else moe.bind(arch=settings.arch)
+        self._shared_weights = shared.weights()
+        if self._whole is None:
+            self._mixture = expert_mixture.bind(arch=settings.arch)
 
-    def __call__(self, x: Tensor, token_ids: Tensor, experts: ExpertProvider) -> Tensor:
-        """x: [n, dim], token_ids: [n]. Returns [n, dim] in the dtype of x."""
+    def __call__(
+        self, x: Tensor | Activations, token_ids: Tensor, positions: Tensor, experts: ExpertProvider
+    ) -> Tensor:
+        """x: [n, dim]; token_ids, positions: [n]. Returns [n, dim] in the dtype of x."""
+        if self._whole is not None:
+            assert isinstance(experts, ResidentProvider), "tiers of experts have no GPU form yet"
+            return self._whole(
+                x,
+                token_ids,
+                positions,
+                self.router.weights,
+                experts.resident(self.layer_idx),
+                self._shared_weights,
+                limit=self.limit,
+                round_activations=self.round_activations,
+                weigh_output=self.weigh_output,
+                num_slices=self.num_slices,
+            )
+        x = plain_values(x)
         expert_ids, weights = self.router(x, token_ids)
         routed = self._mixture(
             x,
@@ -113,8 +169,12 @@ class MoE:
             limit=self.limit,
             round_activations=self.round_activations,
             weigh_output=self.weigh_output,
+            num_slices=self.num_slices,
         )
-        return (routed + self.shared(x).float()).to(x.dtype)
+        shared = self.shared.partial(x)
+        if self.shard.size > 1:
+            routed, shared = self.shard.comm.sum(torch.stack([routed, shared])).unbind(0)
+        return (routed + shared).to(x.dtype)
 
 
 class ResidentExperts:

@@ -129,6 +129,14 @@ class Pack:
         """Read one dense tensor with its dtype as stored."""
         return self._dense.load(name)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a dense tensor that is there."""
+        return self._dense.shape(name)
+
+    def load_part(self, name: str, dim: int, first: int, last: int) -> Tensor:
+        """Read first:last of a dimension of a dense tensor, and not the rest of it."""
+        return self._dense.load_part(name, dim, first, last)
+
     def format(self, tier: Tier) -> ExpertRows:
         """Row layout of a tier. Raises CheckpointError if the pack was made without it."""
         if tier not in self.formats:

@@ -183,6 +183,29 @@ class TensorFiles:
             raise CheckpointError(f"cannot read {name} from {entry.path}: {error}") from error
         return flat.view(TORCH_DTYPES[entry.dtype]).view(entry.shape)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor that is there."""
+        return self.entries[name].shape
+
+    def load_part(self, name: str, dim: int, first: int, last: int) -> Tensor:
+        """Read first:last of dimension 0 or 1 of a tensor that is there, and not the rest of it."""
+        entry = self.entries[name]
+        width = entry.num_bytes // entry.shape[0]
+        if dim == 0:
+            flat = torch.empty((last - first) * width, dtype=torch.uint8)
+            with entry.path.open("rb", buffering=0) as file:
+                read_into(file.fileno(), flat, entry.offset + first * width, entry.path)
+            part = flat.view(last - first, width)
+        else:
+            size = entry.offset + entry.num_bytes
+            mapped = torch.from_file(str(entry.path), shared=False, size=size, dtype=torch.uint8)
+            item = width // entry.shape[1]
+            rows = mapped[entry.offset :].view(entry.shape[0], width)
+            part = rows[:, first * item : last * item].clone()
+        shape = list(entry.shape)
+        shape[dim] = last - first
+        return part.view(TORCH_DTYPES[entry.dtype]).view(shape)
+
     def identity(self) -> str:
         """A hash over names, shapes and places of all tensors and samples of every file's bytes."""
         digest = hashlib.sha256()
