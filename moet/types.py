@@ -38,7 +38,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     off. `seed` None lets the engine draw one. `logprobs` is the number of alternatives to report
     per generated token (0: only the chosen one; None: nothing); `prompt_logprobs` likewise for the
     prompt. `max_tokens` None means the rest of the window. `spec_tokens` is the number of drafts
-    per step at most, 0 for none; None means what the server does.
+    per step at most, 0 for none; None means what the server does, and so it does for `precision`,
+    the policy by which routed experts are computed.
     """
 
     temperature: float = 1.0
@@ -60,6 +61,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     spec_tokens: int | None = None
+    precision: str | None = None
     thinking: ThinkingBudget | None = None
 
 
@@ -112,7 +114,8 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     sequence, and it is the last of `token_ids`. `prompt_logprobs` (entry 0 is None) and
     `num_cached_tokens` come with the first event. `error` explains FinishReason.ERROR, which is no
     fault but a full house if `overloaded`. num_draft_tokens were tried so far for the request, and
-    num_accepted_tokens of them held.
+    num_accepted_tokens of them held; a step tries one run of drafts, so what is added since the
+    event before is one run, of which the first ones held.
     """
 
     request_id: str

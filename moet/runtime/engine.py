@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import logging
 import queue
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import count
@@ -27,7 +27,7 @@ from moet.runtime.output import Choice, Completion, Output
 from moet.runtime.process import ProcessHost
 from moet.runtime.router import Generation as Generation
 from moet.runtime.router import Merge, Router
-from moet.runtime.sampling_params import validate_params
+from moet.runtime.sampling_params import check_precision, validate_params
 from moet.runtime.text_side import TextSide, model_folder
 from moet.types import GrammarSpec, Request, SamplingParams, TokenEvent
 
@@ -137,6 +137,11 @@ class Engine:
     def load_progress(self) -> tuple[str, float]:
         """The stage that loading has reached and the done share of it."""
         return self._host.stage
+
+    @property
+    def load_times_s(self) -> Mapping[str, float]:
+        """Seconds that each stage of loading took, of those that are over."""
+        return self._host.load_times_s
 
     @property
     def late_step(self) -> str | None:
@@ -308,6 +313,7 @@ class Engine:
             raise RequestError(f"n is {n}; it must be from 1 to {MAX_N}", param="n")
         info = self.info
         validate_params(params, info.vocab_size, info.max_model_len)
+        check_precision(params.precision, info.precision, info.precisions)
         if grammar is not None:
             check_grammar(grammar)
         room = info.max_model_len - len(prompt_token_ids)

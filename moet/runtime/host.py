@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import count
+from time import monotonic
 from typing import Any, Literal, Protocol
 
 from moet.errors import EngineDeadError, MoetError
@@ -156,6 +157,8 @@ class Host:
     def __init__(self) -> None:
         self.state: HostState = "loading"
         self.stage: tuple[str, float] = ("start", 0.0)
+        self.load_times_s: dict[str, float] = {}  # of stages that are over
+        self._stage_began = monotonic()
         self.error: Exception | None = None
         self.late_step: str | None = None  # what it does, while one takes too long
         self.ready: Future[CoreInfo] = Future()
@@ -252,8 +255,11 @@ class Host:
             case Events(events):
                 self._pass_on(events)
             case Loading(stage, done):
+                if stage != self.stage[0]:
+                    self._end_stage()
                 self.stage = (stage, done)
             case Ready(info):
+                self._end_stage()
                 self.state = "ready"
                 self.ready.set_result(info)
             case Accepted(ticket):
@@ -271,6 +277,12 @@ class Host:
                 self._end("dead", error.exception())
             case Closed():
                 self._end("closed", None)
+
+    def _end_stage(self) -> None:
+        now = monotonic()
+        before = self.load_times_s.get(self.stage[0], 0.0)
+        self.load_times_s[self.stage[0]] = before + now - self._stage_began
+        self._stage_began = now
 
     def _pass_on(self, events: list[TokenEvent]) -> None:
         with self._lock:

@@ -53,7 +53,8 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     vocab_size: int  # without the padding of the model's
     max_model_len: int
-    precision: str
+    precision: str  # the default
+    precisions: tuple[str, ...] = ()  # which a request may ask for besides
     page_size: int  # tokens
     num_pages: int
     kv_cache_bytes: int  # pages and rings, on the device

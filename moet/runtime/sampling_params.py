@@ -37,6 +37,14 @@ def validate_params(params: SamplingParams, vocab_size: int, max_model_len: int)
             _integer(params, name, 0, MAX_LOGPROBS)
 
 
+def check_precision(precision: str | None, default: str, others: Iterable[str]) -> None:
+    """Raise RequestError if experts cannot be computed so: with neither default nor others."""
+    served = dict.fromkeys((default, *others))
+    if precision is not None and precision not in served:
+        message = f"precision is {_show(precision)}; this server has {', '.join(served)}"
+        raise RequestError(message, param="precision")
+
+
 def _check_randomness(params: SamplingParams) -> None:
     temperature = _number(params, "temperature", 0.0, MAX_TEMPERATURE)
     if 0.0 < temperature < MIN_TEMPERATURE:

@@ -74,6 +74,12 @@ def spell(tokenizer: Tokenizer, token_id: int) -> str:
 
 def chat_logprobs(tokenizer: Tokenizer, entries: list[TokenLogprobs | None]) -> dict[str, Any]:
     """The chat endpoint's logprobs object."""
+    known = [entry for entry in entries if entry is not None]
+    return {"content": token_logprobs(tokenizer, known), "refusal": None}
+
+
+def token_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+    """Each token with its log-probability, and those of the most likely ones in its place."""
 
     def one(token_id: int, logprob: float) -> dict[str, Any]:
         return {
@@ -82,14 +88,12 @@ def chat_logprobs(tokenizer: Tokenizer, entries: list[TokenLogprobs | None]) -> 
             "bytes": list(tokenizer.token_bytes(token_id)),
         }
 
-    content = []
+    told = []
     for entry in entries:
-        if entry is None:
-            continue
         pairs = list(zip(entry.token_ids, entry.logprobs, strict=True))
         top = [one(*pair) for pair in pairs[1:]]
-        content.append({**one(*pairs[0]), "top_logprobs": top})
-    return {"content": content, "refusal": None}
+        told.append({**one(*pairs[0]), "top_logprobs": top})
+    return told
 
 
 class CompletionLogprobs:

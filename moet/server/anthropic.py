@@ -61,6 +61,8 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     top_k: int | None = None
     seed: int | None = None
     cache_salt: str | None = None
+    spec_tokens: int | None = None
+    precision: str | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
 
@@ -155,7 +157,7 @@ def read_turn(
 def _params(body: MessagesRequest, defaults: SamplingParams) -> SamplingParams:
     given = {
         name: value
-        for name in ("temperature", "top_p", "top_k", "seed")
+        for name in ("temperature", "top_p", "top_k", "seed", "spec_tokens", "precision")
         if (value := getattr(body, name)) is not None
     }
     stop = tuple(body.stop_sequences or ())

@@ -16,7 +16,7 @@ from moet.server.exchange import Usage
 from moet.server.reasoning import seal
 from moet.server.turn import TurnReader
 from moet.server.turn_answer import Writer
-from moet.types import FinishReason
+from moet.types import FinishReason, TokenLogprobs
 
 
 class MessageWriter(Writer):
@@ -54,7 +54,9 @@ class MessageWriter(Writer):
         """message_start, which tells how much of the prompt was cached."""
         yield {"type": "message_start", "message": {**self._message, "usage": usage_body(usage)}}
 
-    def add(self, deltas: Sequence[Delta]) -> Iterator[dict[str, Any]]:
+    def add(
+        self, deltas: Sequence[Delta], spoken: Sequence[TokenLogprobs]
+    ) -> Iterator[dict[str, Any]]:
         """Events that deltas make."""
         for event in self._blocks.add(deltas):
             yield from self._events(event)

@@ -103,6 +103,7 @@ class Endpoints:
 
     async def _answer(self, request: Request, answer: Exchange, *, stream: bool) -> Response:
         answer.operations = self.served.operations
+        answer.request_id = request.state.request_id
         generation = await answer.open()
         if stream:
             return EventStream(

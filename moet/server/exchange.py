@@ -65,6 +65,7 @@ class Exchange(ABC):
         self._name = name
         self.clock = Clock(self.usage.prompt_tokens)
         self.operations = Operations()
+        self.request_id = "-"  # as the client knows it
         self._samples = samples
         self._field = field
 
@@ -104,4 +105,4 @@ class Exchange(ABC):
                 self.clock.num_cached_tokens = self.usage.cached_tokens
                 yield output
         self.operations.count(self.num_malformed)
-        logger.info("finished %s: %s", self._name, self.usage.body())
+        logger.info("finished %s request=%s: %s", self._name, self.request_id, self.usage.body())

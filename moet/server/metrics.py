@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -77,11 +77,20 @@ HISTOGRAMS = {
 }
 
 
+WEIGHT_STAGES = ("weights", "experts")
+
+
 class _Books(Collector):
     def __init__(
-        self, stats: CoreStats, info: CoreInfo, model: str, server: ServerCounters
+        self,
+        stats: CoreStats,
+        info: CoreInfo,
+        model: str,
+        server: ServerCounters,
+        load_times_s: Mapping[str, float],
     ) -> None:
         self.stats, self.info, self.model, self.server = stats, info, model, server
+        self.load_times_s = load_times_s
 
     def collect(self) -> Iterator[Metric]:
         labels = ["model_name"]
@@ -89,6 +98,7 @@ class _Books(Collector):
             gauge = GaugeMetricFamily(f"moet:{name}", text, labels=labels)
             gauge.add_metric([self.model], getattr(self.stats, field))
             yield gauge
+        yield from self._load_times(labels)
         for name, (field, text) in {**COUNTERS, **DRAFT_COUNTERS}.items():
             counter = CounterMetricFamily(f"moet:{name}", text, labels=labels)
             counter.add_metric([self.model], getattr(self.stats, field))
@@ -128,6 +138,17 @@ class _Books(Collector):
         )
         yield config
 
+    def _load_times(self, labels: list[str]) -> Iterator[Metric]:
+        times_s = self.load_times_s
+        weights_s = sum(times_s.get(stage, 0.0) for stage in WEIGHT_STAGES)
+        for name, text, seconds in (
+            ("startup_time_seconds", "start to readiness", sum(times_s.values())),
+            ("weight_load_duration_seconds", "reading weights and experts", weights_s),
+        ):
+            gauge = GaugeMetricFamily(f"moet:{name}", text, labels=labels)
+            gauge.add_metric([self.model], seconds)
+            yield gauge
+
 
 def _buckets(values: HistogramStats) -> list[tuple[str, float]]:
     """Cumulative counts by upper bound, as Prometheus wants them."""
@@ -140,8 +161,14 @@ def _buckets(values: HistogramStats) -> list[tuple[str, float]]:
     return buckets
 
 
-def render(stats: CoreStats, info: CoreInfo, model: str, server: ServerCounters) -> bytes:
-    """The text of /metrics."""
+def render(
+    stats: CoreStats,
+    info: CoreInfo,
+    model: str,
+    server: ServerCounters,
+    load_times_s: Mapping[str, float],
+) -> bytes:
+    """The text of /metrics. load_times_s: seconds by stage of loading."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Books(stats, info, model, server))
+    registry.register(_Books(stats, info, model, server, load_times_s))
     return generate_latest(registry)

@@ -80,6 +80,8 @@ class SharedFields(msgspec.Struct, kw_only=True):
     priority: int | None = None
     cache_salt: str | None = None
     request_id: str | None = None
+    spec_tokens: int | None = None
+    precision: str | None = None
     user: str | None = None
 
     @property
@@ -128,6 +130,7 @@ class SharedFields(msgspec.Struct, kw_only=True):
 SAMPLING_FIELDS = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "include_stop_str_in_output", "ignore_eos", "min_tokens", "seed",
+    "spec_tokens", "precision",
 )  # fmt: skip
 
 

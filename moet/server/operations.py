@@ -112,7 +112,7 @@ class Clock:
         self.num_prompt_tokens = num_prompt_tokens
         self.num_cached_tokens = 0  # set by who knows which samples share a prompt
         self.num_tokens = 0
-        self.drafts: dict[int, tuple[int, int]] = {}  # by answer: tried, and of these accepted
+        self.drafts = Drafts()
         self.finish_reasons: list[str] = []
         self.opened_at = time()  # wall clock, for traces; everything else is monotonic
         self.opened = monotonic()
@@ -122,8 +122,7 @@ class Clock:
         """Take an increment into account."""
         if output.finish_reason is not None:
             self.finish_reasons.append(output.finish_reason.value)
-        if output.num_draft_tokens:
-            self.drafts[output.index] = output.num_draft_tokens, output.num_accepted_tokens
+        self.drafts.see(output)
         if not output.token_ids:
             return
         self.last = monotonic()
@@ -144,10 +143,39 @@ class Clock:
             "predicted_ms": round(1000 * predicted_s, 3),
             "predicted_per_second": _rate(self.num_tokens - 1, predicted_s),
         }
-        if self.drafts:
-            tried, accepted = zip(*self.drafts.values(), strict=True)
-            timings |= {"draft_n": sum(tried), "draft_n_accepted": sum(accepted)}
-        return timings
+        return timings | self.drafts.body()
+
+
+class Drafts:
+    """What one answer's samples drafted, and what of it held, by place among a step's drafts."""
+
+    def __init__(self) -> None:
+        self.tried: list[int] = []
+        self.held: list[int] = []
+        self._so_far: dict[int, tuple[int, int]] = {}  # by sample
+
+    def see(self, output: Output) -> None:
+        """Add the run of drafts that came since the sample's last increment, if there was one."""
+        tried, held = self._so_far.get(output.index, (0, 0))
+        self._so_far[output.index] = output.num_draft_tokens, output.num_accepted_tokens
+        num_tried, num_held = output.num_draft_tokens - tried, output.num_accepted_tokens - held
+        missing = [0] * (num_tried - len(self.tried))
+        self.tried += missing
+        self.held += missing
+        for position in range(num_tried):
+            self.tried[position] += 1
+            self.held[position] += position < num_held
+
+    def body(self) -> dict[str, Any]:
+        """llama.cpp's counts, and the same by place; nothing where nothing was drafted."""
+        if not self.tried:
+            return {}
+        return {
+            "draft_n": sum(self.tried),
+            "draft_n_accepted": sum(self.held),
+            "draft_n_by_position": self.tried,
+            "draft_n_accepted_by_position": self.held,
+        }
 
 
 def _rate(number: int, seconds: float) -> float | None:

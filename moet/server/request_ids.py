@@ -1,4 +1,7 @@
-"""Every answer carries an id: the caller's own, if it sent one that is fit for a header."""
+"""Every answer carries an id: the caller's own, if it sent one that is fit for a header.
+
+Handlers find it in the request's state, and name it in the log.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,8 @@ class RequestIds:
             return
         given = next((value for name, value in scope["headers"] if name == _NAMES[0]), b"")
         request_id = given if _FIT.fullmatch(given) else uuid.uuid4().hex.encode()
+
+        scope.setdefault("state", {})["request_id"] = request_id.decode()
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -31,9 +31,10 @@ REFUSED = {
     "conversation": "nothing is stored; send the whole conversation in input",
     "background": "nothing is stored; stream instead",
     "prompt": "nothing is stored; send instructions and input",
-    "top_logprobs": "use /v1/chat/completions",
 }
 SEALED_REASONING = "reasoning.encrypted_content"
+LOGPROBS = "message.output_text.logprobs"
+SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "seed", "spec_tokens", "precision")
 
 
 class InputTokensRequest(msgspec.Struct, kw_only=True):
@@ -62,6 +63,7 @@ class ResponsesRequest(InputTokensRequest, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    top_logprobs: int | None = None
     min_p: float | None = None
     seed: int | None = None
     stream: bool | None = None
@@ -76,6 +78,8 @@ class ResponsesRequest(InputTokensRequest, kw_only=True):
     max_tool_calls: int | None = None  # of the server's own tools, which there are none of
     cache_salt: str | None = None
     priority: int | None = None
+    spec_tokens: int | None = None
+    precision: str | None = None
 
 
 def responses_answer(
@@ -99,6 +103,7 @@ def responses_answer(
     writer = ResponseWriter(
         _response(body, name, model, params),
         box,
+        engine.text.tokenizer,
         streams=bool(body.stream),
         summarizes=_summarizes(body),
         seals=SEALED_REASONING in (body.include or ()),
@@ -158,12 +163,20 @@ def read_turn(
 
 
 def _params(body: ResponsesRequest, defaults: SamplingParams) -> SamplingParams:
-    given = {
-        name: value
-        for name in ("temperature", "top_p", "top_k", "min_p", "seed")
-        if (value := getattr(body, name)) is not None
-    }
-    return msgspec.structs.replace(defaults, **given, max_tokens=body.max_output_tokens)
+    given = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
+    return msgspec.structs.replace(
+        defaults, **given, max_tokens=body.max_output_tokens, logprobs=_num_logprobs(body)
+    )
+
+
+def _num_logprobs(body: ResponsesRequest) -> int | None:
+    """Alternatives to report per token of the text; None for no log-probabilities at all."""
+    if body.top_logprobs is not None and body.top_logprobs < 0:
+        message = f"top_logprobs is {body.top_logprobs}; it must be at least 0"
+        raise RequestError(message, param="top_logprobs")
+    if body.top_logprobs or LOGPROBS in (body.include or ()):
+        return body.top_logprobs or 0
+    return None
 
 
 def _format(body: InputTokensRequest) -> tuple[dict[str, Any] | None, GrammarSpec | None]:
@@ -220,6 +233,7 @@ def _response(
         "text": {"format": {"type": "text"}, **(body.text or {})},
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
         "tools": body.tools or [],
+        "top_logprobs": params.logprobs or 0,
         "top_p": params.top_p,
         "truncation": "disabled",
         "usage": None,

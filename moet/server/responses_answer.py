@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from moet.runtime.output import Output
+from moet.runtime.tokenizer import Tokenizer
+from moet.server.answers import token_logprobs
 from moet.server.blocks import Block, BlockEvent, Blocks, Closed, Grown, Opened
 from moet.server.chat.parser import Delta
 from moet.server.errors import as_http_error, shown_message
 from moet.server.exchange import Usage
-from moet.server.reasoning import seal
 from moet.server.responses_input import Toolbox
+from moet.server.responses_items import (
+    CallItem,
+    CustomCallItem,
+    Item,
+    MessageItem,
+    ReasoningItem,
+    SummaryItem,
+)
 from moet.server.turn import TurnReader
 from moet.server.turn_answer import Writer
-from moet.types import FinishReason
-
-_PREFIX = {"reasoning": "rs", "content": "msg", "call": "fc"}
+from moet.types import FinishReason, TokenLogprobs
 
 
 class ResponseWriter(Writer):
@@ -28,6 +34,7 @@ class ResponseWriter(Writer):
         self,
         response: dict[str, Any],
         box: Toolbox,
+        tokenizer: Tokenizer,
         *,
         streams: bool,
         summarizes: bool,
@@ -40,11 +47,13 @@ class ResponseWriter(Writer):
         """
         self._response = response
         self._box = box
+        self._tokenizer = tokenizer
         self._streams = streams
         self._summarizes = summarizes
         self._seals = seals
         self._blocks = Blocks()
-        self._ids: list[str] = []
+        self._items: list[Item] = []
+        self._spoken: list[TokenLogprobs] = []  # of text that is held back
         self._num_events = 0
 
     def opening(self) -> Iterator[dict[str, Any]]:
@@ -52,8 +61,11 @@ class ResponseWriter(Writer):
         yield self._event("response.created", response=self._response)
         yield self._event("response.in_progress", response=self._response)
 
-    def add(self, deltas: Sequence[Delta]) -> Iterator[dict[str, Any]]:
+    def add(
+        self, deltas: Sequence[Delta], spoken: Sequence[TokenLogprobs]
+    ) -> Iterator[dict[str, Any]]:
         """Events that deltas make."""
+        self._spoken += spoken
         for event in self._blocks.add(deltas):
             yield from self._events(event, "completed")
 
@@ -75,7 +87,8 @@ class ResponseWriter(Writer):
             "completed_at": None if is_cut else int(time.time()),
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": [
-                self._item(block, status if block is last else "completed") for block in blocks
+                self._items[block.index].body(status if block is last else "completed")
+                for block in blocks
             ],
             "usage": usage_body(usage),
         }
@@ -98,81 +111,51 @@ class ResponseWriter(Writer):
 
     def _events(self, event: BlockEvent, status: str) -> Iterator[dict[str, Any]]:
         block = event.block
+        if isinstance(event, Opened):
+            self._items.append(self._make_item(block))
+        item = self._items[block.index]
         match event:
             case Opened():
-                self._ids.append(f"{_PREFIX[block.kind]}_{uuid.uuid4().hex}")
-                item = self._item(block, "in_progress")
-                yield self._event("response.output_item.added", output_index=block.index, item=item)
-                yield from self._part_events(block, "added")
+                yield self._item_event(item, "added", "in_progress")
+                yield from self._part_events(item, "added")
             case Grown(_, text):
-                yield self._text_event(block, "delta", delta=text)
+                self._hand_out_logprobs(item)
+                yield from self._deltas(item, item.grow(text))
             case Closed():
-                final = "arguments" if block.kind == "call" else "text"
-                yield self._text_event(block, "done", **{final: block.text})
-                yield from self._part_events(block, "done")
-                item = self._item(block, status)
-                yield self._event("response.output_item.done", output_index=block.index, item=item)
+                yield from self._deltas(item, item.rest())
+                final = {item.final: item.text, **item.more(done=True)}
+                yield self._event(f"response.{item.event}.done", **item.place, **final)
+                yield from self._part_events(item, "done")
+                yield self._item_event(item, "done", status)
 
-    def _part_events(self, block: Block, what: str) -> Iterator[dict[str, Any]]:
-        """A call has no parts; any other item has one."""
-        if block.kind == "call":
-            return
-        part = self._part(block, block.text)
-        if self._in_summary(block):
-            kind, place = f"response.reasoning_summary_part.{what}", {"summary_index": 0}
-        else:
-            kind, place = f"response.content_part.{what}", {"content_index": 0}
-        yield self._event(kind, **self._where(block), **place, part=part)
-
-    def _text_event(self, block: Block, what: str, **text: str) -> dict[str, Any]:
-        where = self._where(block)
-        if block.kind == "call":
-            if what == "done":
-                text["name"] = self._client_name(block)[1]
-            return self._event(f"response.function_call_arguments.{what}", **where, **text)
+    def _make_item(self, block: Block) -> Item:
+        if block.call is not None:
+            origin = self._box.origin(block.call.name)
+            return (CustomCallItem if origin.kind == "custom" else CallItem)(block, origin)
         if block.kind == "content":
-            kind = f"response.output_text.{what}"
-            return self._event(kind, **where, content_index=0, **text, logprobs=[])
-        if self._in_summary(block):
-            kind = f"response.reasoning_summary_text.{what}"
-            return self._event(kind, **where, summary_index=0, **text)
-        return self._event(f"response.reasoning_text.{what}", **where, content_index=0, **text)
+            return MessageItem(block)
+        return (SummaryItem if self._summarizes else ReasoningItem)(block, seals=self._seals)
 
-    def _where(self, block: Block) -> dict[str, Any]:
-        return {"item_id": self._ids[block.index], "output_index": block.index}
+    def _hand_out_logprobs(self, item: Item) -> None:
+        """To content those of its tokens; anything else was told by tokens that are not shown."""
+        spoken, self._spoken = self._spoken, []
+        if isinstance(item, MessageItem):
+            item.new_logprobs = token_logprobs(self._tokenizer, spoken)
+            item.logprobs += item.new_logprobs
 
-    def _in_summary(self, block: Block) -> bool:
-        return self._summarizes and block.kind == "reasoning"
+    def _deltas(self, item: Item, text: str) -> Iterator[dict[str, Any]]:
+        if text:
+            more = item.more(done=False)
+            yield self._event(f"response.{item.event}.delta", **item.place, delta=text, **more)
 
-    def _part(self, block: Block, text: str) -> dict[str, Any]:
-        if block.kind == "content":
-            return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-        kind = "summary_text" if self._summarizes else "reasoning_text"
-        return {"type": kind, "text": text}
+    def _part_events(self, item: Item, what: str) -> Iterator[dict[str, Any]]:
+        if item.part_event is not None:
+            kind = f"response.{item.part_event}.{what}"
+            yield self._event(kind, **item.place, part=item.part())
 
-    def _item(self, block: Block, status: str) -> dict[str, Any]:
-        """A block as an output item; one that is in progress is empty yet."""
-        item: dict[str, Any] = {"id": self._ids[block.index], "status": status}
-        is_whole = status != "in_progress"
-        parts = [self._part(block, block.text)] if is_whole else []
-        match block.kind:
-            case "content":
-                return item | {"type": "message", "role": "assistant", "content": parts}
-            case "reasoning":
-                name, other = ("summary", "content")[:: 1 if self._summarizes else -1]
-                item |= {"type": "reasoning", name: parts, other: []}
-                item["encrypted_content"] = seal(block.text) if self._seals and is_whole else None
-                return item
-            case "call":
-                assert block.call is not None
-                namespace, function = self._client_name(block)
-                item |= {"type": "function_call", "call_id": block.call.id, "name": function}
-                item["arguments"] = block.text if is_whole else ""
-                return item if namespace is None else item | {"namespace": namespace}
-
-    def _client_name(self, block: Block) -> tuple[str | None, str]:
-        assert block.call is not None
-        return self._box.client_name(block.call.name)
+    def _item_event(self, item: Item, what: str, status: str) -> dict[str, Any]:
+        kind, index = f"response.output_item.{what}", item.block.index
+        return self._event(kind, output_index=index, item=item.body(status))
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:

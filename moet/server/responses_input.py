@@ -2,13 +2,13 @@
 
 - Reasoning, a message and calls that follow each other are one assistant message, in which order
   they are given; a tool's output, or a message of somebody else, ends it.
-- The functions of a namespace are shown to the model as NAMESPACE__NAME; answers name both again.
-- Tools that are no functions, and items of their use, are left out with a notice in the log.
+- The tools of a namespace are shown to the model as NAMESPACE__NAME; answers name both again.
+- Custom tools, which take plain text, are shown as functions (`custom_tools`).
+- Tools that OpenAI runs, and items of their use, are left out with a notice in the log.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,24 +25,35 @@ from moet.server.chat.messages import (
     show,
     text_of,
 )
+from moet.server.custom_tools import arguments_of, custom_tool
 from moet.server.reasoning import unseal
 
 logger = logging.getLogger(__name__)
 
 _ROLES = ("user", "assistant", "system", "developer")
+_KINDS = ("function", "custom")  # of tools that the client runs
 _TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """A tool as the client declared it."""
+
+    name: str
+    namespace: str | None = None
+    kind: Literal["function", "custom"] = "function"
+
+
+@dataclass(frozen=True, slots=True)
 class Toolbox:
-    """The functions that the model sees, and the client's name of each: its namespace, its name."""
+    """The functions that the model sees, and what each of them is to the client."""
 
     tools: list[Tool]
-    names: dict[str, tuple[str | None, str]]
+    origins: dict[str, Origin]
 
-    def client_name(self, name: str) -> tuple[str | None, str]:
-        """How the client calls a function that the model has named."""
-        return self.names.get(name, (None, name))
+    def origin(self, name: str) -> Origin:
+        """What the client declared as the function that the model has named."""
+        return self.origins.get(name) or Origin(name)
 
 
 def model_name(namespace: str | None, name: str) -> str:
@@ -57,23 +68,29 @@ def read_toolbox(raw: object) -> Toolbox:
         return box
     if not isinstance(raw, list):
         raise RequestError("tools must be a list", param="tools")
-    for where, namespace, entry in _functions(raw):
-        tool = make_tool(entry, where, prefix=model_name(namespace, ""))
-        if tool.name in box.names:
+    for where, namespace, entry in _entries(raw):
+        prefix = model_name(namespace, "")
+        kind: Literal["function", "custom"] = "function"
+        if entry.get("type") == "custom":
+            kind, tool = "custom", custom_tool(entry, where, prefix=prefix)
+        else:
+            tool = make_tool(entry, where, prefix=prefix)
+        if tool.name in box.origins:
             message = f"{where}.name makes {tool.name}, which another tool is called already"
             raise RequestError(message, param=f"{where}.name")
         box.tools.append(tool)
-        box.names[tool.name] = (namespace, entry["name"])
+        box.origins[tool.name] = Origin(entry["name"], namespace, kind)
     return box
 
 
-def _functions(raw: list[Any]) -> Iterator[tuple[str, str | None, Mapping[str, Any]]]:
+def _entries(raw: list[Any]) -> Iterator[tuple[str, str | None, Mapping[str, Any]]]:
+    """Where each function and custom tool is, its namespace, and its fields."""
     for i, entry in enumerate(raw):
         where = f"tools[{i}]"
         if not isinstance(entry, dict):
             raise RequestError(f"{where} is {show(entry)}; it must be an object", param=where)
         kind = entry.get("type")
-        if kind == "function":
+        if kind in _KINDS:
             yield where, None, entry
         elif kind == "namespace":
             namespace = text_of(entry.get("name"), f"{where}.name")
@@ -81,14 +98,13 @@ def _functions(raw: list[Any]) -> Iterator[tuple[str, str | None, Mapping[str, A
             inner = entry.get("tools")
             if not isinstance(inner, list):
                 raise RequestError(f"{where}.tools must be a list", param=f"{where}.tools")
-            for j, function in enumerate(inner):
-                at = f"{where}.tools[{j}]"
-                if isinstance(function, dict) and function.get("type", "function") == "function":
-                    yield at, namespace, function
+            for j, tool in enumerate(inner):
+                if isinstance(tool, dict) and tool.get("type", "function") in _KINDS:
+                    yield f"{where}.tools[{j}]", namespace, tool
                 else:
                     logger.info("skipping a tool in a namespace: it is no function")
         else:
-            logger.info("skipping a tool of type %.60r: this server knows functions", kind)
+            logger.info("skipping a tool of type %.60r: this server runs no tools", kind)
 
 
 def read_tool_choice(raw: object, box: Toolbox) -> tuple[ToolChoice, list[Tool]]:
@@ -98,7 +114,7 @@ def read_tool_choice(raw: object, box: Toolbox) -> tuple[ToolChoice, list[Tool]]
     if isinstance(raw, str) and raw in ("auto", "none", "required"):
         return _choice(raw, box.tools), box.tools
     kind = raw.get("type") if isinstance(raw, dict) else None
-    if isinstance(raw, dict) and kind == "function":
+    if isinstance(raw, dict) and kind in _KINDS:
         return ToolChoice("named", _declared(raw, box, "tool_choice").name), box.tools
     if isinstance(raw, dict) and kind == "allowed_tools":
         mode, allowed = raw.get("mode"), raw.get("tools")
@@ -108,7 +124,7 @@ def read_tool_choice(raw: object, box: Toolbox) -> tuple[ToolChoice, list[Tool]]
         tools = [
             _declared(entry, box, f"tool_choice.tools[{i}]")
             for i, entry in enumerate(allowed)
-            if isinstance(entry, dict) and entry.get("type") == "function"
+            if isinstance(entry, dict) and entry.get("type") in _KINDS
         ]
         return _choice(mode, tools), tools
     message = f"tool_choice is {show(raw)}; it must be auto, none, required, or name functions"
@@ -125,10 +141,10 @@ def _choice(kind: str, tools: list[Tool]) -> ToolChoice:
 def _declared(raw: Mapping[str, Any], box: Toolbox, where: str) -> Tool:
     name, namespace = raw.get("name"), raw.get("namespace")
     for tool in box.tools:
-        known_namespace, known = box.names[tool.name]
-        if name in (known, tool.name) and namespace in (None, known_namespace):
+        origin = box.origin(tool.name)
+        if name in (origin.name, tool.name) and namespace in (None, origin.namespace):
             return tool
-    message = f"{where} names {show(name)}, which is not among the declared functions"
+    message = f"{where} names {show(name)}, which is not among the declared tools"
     raise RequestError(message, param=where)
 
 
@@ -166,7 +182,7 @@ class _Conversation:
             case "reasoning":
                 self._open()
                 self._reasoning += _reasoning(item, where)
-            case "function_call":
+            case "function_call" | "custom_tool_call":
                 self._open()
                 self._calls.append(_call(item, where))
             case "function_call_output" | "custom_tool_call_output":
@@ -174,9 +190,6 @@ class _Conversation:
                 text = _text(item.get("output"), f"{where}.output")
                 call_id = text_of(item.get("call_id"), f"{where}.call_id")
                 self._messages.append(Message("tool", text, tool_call_id=call_id))
-            case "custom_tool_call":
-                self._open()
-                self._calls.append(_custom_call(item, where))
             case "item_reference":
                 message = f"{where} refers to an item, but nothing is stored; send the item itself"
                 raise RequestError(message, param=where)
@@ -236,16 +249,11 @@ def _call(item: Mapping[str, Any], where: str) -> ToolCall:
         name = model_name(text_of(namespace, f"{where}.namespace"), name)
     check_name(name, f"{where}.name")
     call_id = text_of(item.get("call_id"), f"{where}.call_id")
-    return ToolCall(call_id, name, text_of(item.get("arguments"), f"{where}.arguments"))
-
-
-def _custom_call(item: Mapping[str, Any], where: str) -> ToolCall:
-    """A call of a tool that takes plain text, as another model may have made one."""
-    name = text_of(item.get("name"), f"{where}.name")
-    check_name(name, f"{where}.name")
-    arguments = {"input": text_of(item.get("input"), f"{where}.input")}
-    call_id = text_of(item.get("call_id"), f"{where}.call_id")
-    return ToolCall(call_id, name, json.dumps(arguments, ensure_ascii=False))
+    if item["type"] == "custom_tool_call":
+        arguments = arguments_of(text_of(item.get("input"), f"{where}.input"))
+    else:
+        arguments = text_of(item.get("arguments"), f"{where}.arguments")
+    return ToolCall(call_id, name, arguments)
 
 
 def _text(raw: object, where: str, kinds: tuple[str, ...] = _TEXT_PARTS) -> str:

@@ -70,7 +70,11 @@ class Status:
     async def metrics(self, request: Request) -> Response:
         stats = await self.engine.astats()
         text = metrics.render(
-            stats, self.engine.info, self.served.names[0], self.served.operations.counters
+            stats,
+            self.engine.info,
+            self.served.names[0],
+            self.served.operations.counters,
+            self.engine.load_times_s,
         )
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 

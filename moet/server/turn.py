@@ -22,7 +22,7 @@ from moet.server.chat.messages import Message, Tool
 from moet.server.chat.parser import Delta, Finish, OutputParser, ReasoningDelta
 from moet.server.chat_format import ChatFormat
 from moet.server.structured import answer_grammar, behind_reasoning
-from moet.types import GrammarSpec, Request, SamplingParams, ThinkingBudget
+from moet.types import GrammarSpec, Request, SamplingParams, ThinkingBudget, TokenLogprobs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,13 +108,15 @@ def _grammar(form: ChatFormat, turn: Turn, prompt: EncodedPrompt) -> GrammarSpec
 class TurnReader:
     """One sample's increments as deltas. White space alone is no reasoning and is not shown.
 
-    Without a tokenizer, reasoning tokens are not counted.
+    Without a tokenizer, reasoning tokens are not counted. `spoken` are the log-probabilities of the
+    last increment's tokens that are neither reasoning nor control tokens, if any were asked for.
     """
 
     def __init__(
         self, turn: Turn, lexicon: Lexicon, prompt: EncodedPrompt, tokenizer: Tokenizer | None
     ) -> None:
         self.reasoning_tokens = 0
+        self.spoken: list[TokenLogprobs] = []
         self.finish: Finish | None = None  # set by the last increment
         self.made_calls = False  # whether the client is to run tools now
         self._turn = turn
@@ -125,6 +127,7 @@ class TurnReader:
             tool_choice=turn.options.tool_choice,
             parallel_tool_calls=turn.parallel_tool_calls,
         )
+        self._tokenizer = tokenizer
         self._counter: ReasoningCounter | None = None
         if tokenizer is not None:
             self._counter = ReasoningCounter(
@@ -141,9 +144,7 @@ class TurnReader:
 
     def read(self, output: Output) -> list[Delta]:
         """The deltas that an increment makes; none if all of it is held back."""
-        if self._counter is not None:
-            self._counter.push(output.token_ids)
-            self.reasoning_tokens = self._counter.count
+        self._count(output)
         deltas = self._parser.feed(output.pieces)
         if output.finish_reason is not None:
             self.finish = self._parser.finish(output.finish_reason, stop_reason=output.stop_reason)
@@ -154,6 +155,16 @@ class TurnReader:
             ended = self.finish.finish_reason == "stop" and output.stop_reason is None
             self.made_calls = self.finish.finish_reason == "tool_calls" or (by_name and ended)
         return list(self._shown(deltas))
+
+    def _count(self, output: Output) -> None:
+        if self._counter is None or self._tokenizer is None:
+            return
+        self.spoken = []
+        for i, token_id in enumerate(output.token_ids):
+            is_reasoning = self._counter.push(token_id)
+            if output.logprobs and not is_reasoning and not self._tokenizer.is_control(token_id):
+                self.spoken.append(output.logprobs[i])
+        self.reasoning_tokens = self._counter.count
 
     def _shown(self, deltas: Iterable[Delta]) -> Iterator[Delta]:
         for delta in deltas:

@@ -15,6 +15,7 @@ from moet.server.chat.parser import Delta
 from moet.server.exchange import Exchange, Usage
 from moet.server.stream import EVENT_FRAMES
 from moet.server.turn import Prepared, TurnReader
+from moet.types import TokenLogprobs
 
 
 class Writer(ABC):
@@ -29,8 +30,10 @@ class Writer(ABC):
         return ()
 
     @abstractmethod
-    def add(self, deltas: Sequence[Delta]) -> Iterable[dict[str, Any]]:
-        """Events that deltas make."""
+    def add(
+        self, deltas: Sequence[Delta], spoken: Sequence[TokenLogprobs]
+    ) -> Iterable[dict[str, Any]]:
+        """Events that deltas make. spoken: as `TurnReader` has it, of tokens up to these deltas."""
 
     @abstractmethod
     def end(self, output: Output, reader: TurnReader, usage: Usage) -> Iterable[dict[str, Any]]:
@@ -90,6 +93,6 @@ class TurnAnswer(Exchange):
         if not self._has_begun:
             self._has_begun = True
             yield from self._writer.beginning(self.usage)
-        yield from self._writer.add(deltas)
+        yield from self._writer.add(deltas, self._reader.spoken)
         if output.finish_reason is not None:
             yield from self._writer.end(output, self._reader, self.usage)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import subprocess
 import sys
 import threading
@@ -39,6 +40,7 @@ from tests.texts import text_side
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 MESSAGES = "/v1/messages"
+RESPONSES = "/v1/responses"
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -73,6 +75,46 @@ def test_timings_count_drafts_of_all_answers() -> None:
         )
     timings = clock.timings()
     assert (timings["draft_n"], timings["draft_n_accepted"]) == (14, 8)
+    assert timings["draft_n_by_position"] == [4, 4, 3, 1, 1, 1]
+    assert timings["draft_n_accepted_by_position"] == [4, 3, 1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, MESSAGES, RESPONSES])
+def test_drafts_and_precision_are_asked_for_by_the_same_names_everywhere(path: str) -> None:
+    body: dict[str, Any] = {"max_tokens": 3, "messages": HELLO}
+    body |= {"prompt": "hello"} if path == COMPLETIONS else {}
+    body |= {"input": "hello"} if path == RESPONSES else {}
+    with serving(saying("a")) as api:
+        for asked in ({"spec_tokens": 0, "precision": "w2"}, {"spec_tokens": 3}, {}):
+            assert api.post(path, {**body, **asked}).status_code == 200
+            params = api.core.submitted[-1].params
+            assert params.spec_tokens == asked.get("spec_tokens")
+            assert params.precision == asked.get("precision")
+        num_before = len(api.core.submitted)
+        for wrong in ({"spec_tokens": 99}, {"spec_tokens": -1}, {"precision": "fp1"}):
+            [name] = wrong
+            answer = api.post(path, {**body, **wrong})
+            assert answer.status_code == 400
+            assert answer.json()["error"]["message"].startswith(name)
+        assert len(api.core.submitted) == num_before
+
+
+def test_a_finished_answer_is_logged_with_the_callers_id(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "moet.server.exchange"), serving(saying("a")) as api:
+        headers = {"X-Request-Id": "job-7"}
+        whole = api.post(CHAT, {"messages": HELLO}, headers=headers).json()
+        api.post(MESSAGES, {"messages": HELLO, "max_tokens": 3, "stream": True})
+    first, second = caplog.messages
+    assert first.startswith(f"finished {whole['id']} request=job-7: ")
+    assert re.match(r"finished msg_\w+ request=[0-9a-f]{32}: ", second)
+
+
+def test_the_time_that_loading_took_is_told() -> None:
+    with serving(saying("a")) as api:
+        lines = api.get("/metrics").text.splitlines()
+        [told] = [line for line in lines if line.startswith("moet:startup_time_seconds{")]
+        assert float(told.split()[-1]) == pytest.approx(sum(api.engine.load_times_s.values()))
+        assert set(api.engine.load_times_s) == {"start"}
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, MESSAGES])

@@ -7,6 +7,8 @@ from typing import Any
 
 import openai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
@@ -14,6 +16,7 @@ from moet.config import ServerConfig
 from moet.runtime.engine import Engine
 from moet.runtime.host import ThreadHost
 from moet.server.app import create_app
+from moet.server.custom_tools import CustomInput, arguments_of
 from tests.scripted import FAULT, ScriptedCore
 from tests.server.sdk import FORMATS, Format
 from tests.server.serving import MODEL, Caller, saying, serving
@@ -132,16 +135,107 @@ def test_s05_tools_that_are_no_functions_are_skipped_with_a_notice(
     tools = [
         {"type": "web_search"},
         {"type": "image_generation"},
-        {"type": "custom", "name": "apply_patch", "format": {"type": "text"}},
+        {"type": "local_shell"},
         LIST,
     ]
     with serving(saying(CALL)) as api, caplog.at_level("INFO", "moet.server.responses_input"):
         answer = whole(api, {**HI, "tools": tools})
         assert [item["name"] for item in answer["output"] if item["type"] == "function_call"]
         assert "web_search" not in prompt_of(api.core)
-        assert "apply_patch" not in prompt_of(api.core)
         assert "web_search" in caplog.text
         assert whole(api, {**HI, "tools": tools[:3]})["status"] == "completed"
+
+
+LINES = {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"}
+PATCH: Any = {"type": "custom", "name": "apply_patch", "description": "edits", "format": LINES}
+TEXT = '*** Begin Patch\n"quoted" \\ \té 😀\n*** End Patch'
+PATCH_CALL = (
+    'why</think>ok\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="{name}">\n'
+    f'<｜DSML｜parameter name="input" string="true">{TEXT}</｜DSML｜parameter>\n'
+    "</｜DSML｜invoke>\n</｜DSML｜tool_calls>"
+)
+
+
+@pytest.mark.parametrize("namespace", [None, "edit"])
+def test_a_custom_tool_gets_plain_text_and_streams_it(namespace: str | None) -> None:
+    name = "apply_patch" if namespace is None else "edit__apply_patch"
+    tools: Any = [PATCH, LIST]
+    if namespace is not None:
+        about = {"name": namespace, "description": "of files"}
+        tools = [{"type": "namespace", **about, "tools": [PATCH]}, LIST]
+    with serving(saying(PATCH_CALL.format(name=name))) as api:
+        asked = {**HI, "tools": tools}
+        item = whole(api, asked)["output"][-1]
+        assert (item["type"], item["name"]) == ("custom_tool_call", "apply_patch")
+        assert (item["input"], item.get("namespace")) == (TEXT, namespace)
+        assert "start: /.+/" in prompt_of(api.core)
+        kind = "response.custom_tool_call_input"
+        found = events(api, asked)
+        deltas = [event["delta"] for event in found if event["type"] == f"{kind}.delta"]
+        assert "".join(deltas) == TEXT
+        assert len(deltas) > len(TEXT) / 2  # as it comes, and not at its end
+        [done] = [event for event in found if event["type"] == f"{kind}.done"]
+        assert done["input"] == TEXT
+        output = {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "Done!"}
+        history = [{"role": "user", "content": "hi"}, item, output]
+        assert api.post(PATH, {"input": history, "tools": tools}).status_code == 200
+        prompt = prompt_of(api.core)
+        assert TEXT in prompt
+        assert f'invoke name="{name}"' in prompt
+        assert "Done!" in prompt
+
+
+def test_a_custom_tool_can_be_the_one_that_has_to_be_called() -> None:
+    allowed = {"type": "allowed_tools", "mode": "required",
+               "tools": [{"type": "custom", "name": "apply_patch"}]}  # fmt: skip
+    with serving(saying(PATCH_CALL.format(name="apply_patch"))) as api:
+        for choice in ({"type": "custom", "name": "apply_patch"}, allowed):
+            asked = {**HI, "tools": [PATCH, LIST], "tool_choice": choice}
+            assert whole(api, asked)["output"][-1]["input"] == TEXT
+            assert api.core.submitted[-1].grammar is not None
+        assert '"ls"' not in prompt_of(api.core)
+
+
+def test_a_custom_call_of_another_shape_loses_nothing() -> None:
+    said = CALL.replace('"ls"', '"apply_patch"')
+    with serving(saying(said)) as api:
+        item = whole(api, {**HI, "tools": [PATCH]})["output"][-1]
+        assert json.loads(item["input"]) == {"path": "/y"}
+
+
+@given(st.text(), st.lists(st.integers(1, 9), max_size=20))
+def test_an_input_grows_to_what_it_is_however_it_is_cut(text: str, cuts: list[int]) -> None:
+    arguments, grown, taken = arguments_of(text), CustomInput(), []
+    for cut in [*cuts, len(arguments)]:
+        part, arguments = arguments[:cut], arguments[cut:]
+        taken.append(grown.add(part))
+        assert text.startswith("".join(taken))
+    taken.append(grown.rest())
+    assert "".join(taken) == grown.text == text
+
+
+def test_log_probabilities_are_those_of_the_text() -> None:
+    with serving(saying(CALL)) as api:
+        for fields, num_top in (
+            ({"top_logprobs": 1}, 1),
+            ({"include": ["message.output_text.logprobs"]}, 1),  # the core always has two
+        ):
+            asked = {**HI, "tools": [LIST], **fields}
+            answer = whole(api, asked)
+            [part] = answer["output"][1]["content"]
+            assert [entry["token"] for entry in part["logprobs"]] == list("ok")
+            for entry in part["logprobs"]:
+                assert entry["logprob"] == -0.25
+                assert len(entry["top_logprobs"]) == num_top
+            found = events(api, asked)
+            kind = "response.output_text"
+            streamed = [e["logprobs"] for e in found if e["type"] == f"{kind}.delta"]
+            assert [entry for entries in streamed for entry in entries] == part["logprobs"]
+            [done] = [event for event in found if event["type"] == f"{kind}.done"]
+            assert done["logprobs"] == part["logprobs"]
+        assert answer["top_logprobs"] == 0
+        plain = whole(api, {**HI, "tools": [LIST]})
+        assert plain["output"][1]["content"][0]["logprobs"] == []
 
 
 @pytest.mark.bug("S11")
@@ -332,7 +426,14 @@ def test_what_was_asked_is_echoed_and_storing_is_never_promised() -> None:
         ({"conversation": "c"}, "conversation"),
         ({"background": True}, "background"),
         ({"prompt": {"id": "p"}}, "prompt"),
-        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"top_logprobs": -1}, "top_logprobs"),
+        ({"top_logprobs": 99}, "logprobs"),
+        ({"tools": [{"type": "custom", "name": "a b"}]}, "tools[0].name"),
+        ({"tools": [{"type": "custom", "name": "a", "format": {"type": "xml"}}]},
+         "tools[0].format"),
+        ({"tools": [{"type": "custom", "name": "a",
+          "format": {"type": "grammar", "syntax": "gbnf", "definition": ""}}]},
+         "tools[0].format.syntax"),
         ({"truncation": "auto"}, "truncation"),
         ({"input": None}, "input"),
         ({"input": []}, "input"),
@@ -359,7 +460,7 @@ def test_what_was_asked_is_echoed_and_storing_is_never_promised() -> None:
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": -1}, "temperature"),
     ],
-    ids=map(str, range(28)),
+    ids=map(str, range(32)),
 )  # fmt: skip
 def test_wrong_fields_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
     with serving(saying("a")) as api:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -162,14 +162,16 @@ class ReasoningCounter:
         self._ends = {tokenizer.control_id(t) for t in (grammar.end_think, *grammar.call_markers)}
         self._tokenizer = tokenizer
 
-    def push(self, token_ids: Sequence[int]) -> None:
-        for token_id in token_ids:
-            if token_id in self._ends:
-                self._in_reasoning = False
-            elif token_id == self._think:
-                self._in_reasoning = True
-            elif self._in_reasoning and not self._tokenizer.is_special(token_id):
-                self.count += 1
+    def push(self, token_id: int) -> bool:
+        """Take the next token; whether it is one of the reasoning."""
+        if token_id in self._ends:
+            self._in_reasoning = False
+        elif token_id == self._think:
+            self._in_reasoning = True
+        elif self._in_reasoning and not self._tokenizer.is_special(token_id):
+            self.count += 1
+            return True
+        return False
 
 
 _ATTRIBUTE = re.compile(r'(\w+)\s*=\s*"([^"]*)"')

@@ -527,7 +527,7 @@ def test_reasoning_tokens_are_counted():
     def count(text, in_reasoning=True):
         counter = ReasoningCounter(GRAMMAR, tokenizer, in_reasoning=in_reasoning)
         for token_id in tokenizer.encode(text, allow_special=True):
-            counter.push([token_id])
+            counter.push(token_id)
         return counter.count
 
     three = len(tokenizer.encode("one two three"))

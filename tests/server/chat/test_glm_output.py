@@ -180,7 +180,7 @@ def test_p12_thinking_that_was_cut_stays_thinking() -> None:
     assert answer == Answer(text, "", (), "length", False)
     ids = TOKENIZER.encode(text)
     counter = ReasoningCounter(GRAMMAR, TOKENIZER, in_reasoning=True)
-    counter.push(ids)
+    assert all(counter.push(token_id) for token_id in ids)
     assert counter.count == len(ids)
 
 
