@@ -129,31 +129,34 @@ def linear_fp8(x: Tensor | Activations, weight: Matrix) -> Tensor:
 
 
 @op(tolerance=2**-8)
-def linear_share(x: Tensor, weight: Tensor, *, num_slices: int) -> Tensor:
+def linear_share(x: Tensor | Activations, weight: Matrix, *, num_slices: int) -> Tensor:
     """As linear for a rank's share of the inputs, summed by tree over its slices, not rounded.
 
     x: [n, K] fp32 or bf16. weight: [N, K] fp32. Returns [n, N] fp32.
     """
-    return tree_sum(matmul_slices(x.float(), weight, num_slices))
+    return tree_sum(matmul_slices(plain_values(x).float(), _tensor(weight), num_slices))
 
 
 @op(tolerance=2**-8)
-def linear_share_fp8(x: Tensor, weight: Tensor, *, num_slices: int) -> Tensor:
+def linear_share_fp8(x: Tensor | Activations, weight: Matrix, *, num_slices: int) -> Tensor:
     """As linear_fp8 for a rank's share of the inputs, summed by tree, not rounded.
 
     x: [n, K] fp32 or bf16. weight: [N, K] fp32. Returns [n, N] fp32.
     """
-    return tree_sum(matmul_slices(fp8_qdq(x.float(), block=FP8_BLOCK), weight, num_slices))
+    rounded = fp8_qdq(plain_values(x).float(), block=FP8_BLOCK)
+    return tree_sum(matmul_slices(rounded, _tensor(weight), num_slices))
 
 
 @op(tolerance=2**-8)
-def grouped_linear(x: Tensor, weight: Tensor) -> Tensor:
+def grouped_linear(x: Tensor | Activations, weight: Groups) -> Tensor:
     """Each group of inputs through its own matrix: out[t, g] = weight[g] @ x[t, g].
 
-    x: [n, G, K] fp32 or bf16. weight: [G, N, K] fp32. Returns [n, G, N] in the dtype of x.
+    x: [n, G, K] fp32 or bf16, or its rows [n * G, K]. weight: [G, N, K] fp32. Returns [n, G, N] in
+    the dtype of x.
     """
-    parts = zip(x.float().unbind(1), weight.unbind(0), strict=True)
-    return torch.stack([matmul(part, matrix) for part, matrix in parts], 1).to(x.dtype)
+    matrices = _tensor(weight)
+    values = plain_values(x).reshape(-1, matrices.shape[0], matrices.shape[2])
+    return _each_group(values.float(), matrices).to(values.dtype)
 
 
 @op(tolerance=2**-8)
@@ -163,11 +166,13 @@ def grouped_linear_fp8(x: Tensor | Activations, weight: Groups) -> Tensor:
     x: [n, G, K] fp32 or bf16, or its rows [n * G, K]. Returns [n, G, N] in the dtype of x.
     """
     matrices = _tensor(weight)
-    num_groups, _, width = matrices.shape
-    values = plain_values(x).reshape(-1, num_groups, width)
-    rounded = fp8_qdq(values.float(), block=FP8_BLOCK)
-    parts = zip(rounded.unbind(1), matrices.unbind(0), strict=True)
-    return torch.stack([matmul(part, matrix) for part, matrix in parts], 1).to(values.dtype)
+    values = plain_values(x).reshape(-1, matrices.shape[0], matrices.shape[2])
+    return _each_group(fp8_qdq(values.float(), block=FP8_BLOCK), matrices).to(values.dtype)
+
+
+def _each_group(x: Tensor, matrices: Tensor) -> Tensor:
+    parts = zip(x.unbind(1), matrices.unbind(0), strict=True)
+    return torch.stack([matmul(part, matrix) for part, matrix in parts], 1)
 
 
 def _on_gpu(*, arch: str, num_out: int | None = None, num_in: int | None = None) -> bool:
@@ -187,6 +192,16 @@ def _linear(x: Tensor | Activations, weight: Matrix) -> Tensor:
 @linear_fp8.impl("stream_fp8", supports=_on_gpu)
 def _linear_fp8(x: Tensor | Activations, weight: Matrix) -> Tensor:
     return _packed(x, weight, output="bf16")
+
+
+@linear_share.impl("stream_bf16", supports=_on_gpu)
+def _linear_share(x: Tensor | Activations, weight: Matrix, *, num_slices: int) -> Tensor:
+    return _packed(x, weight, output="bf16").float()
+
+
+@linear_share_fp8.impl("stream_fp8", supports=_on_gpu)
+def _linear_share_fp8(x: Tensor | Activations, weight: Matrix, *, num_slices: int) -> Tensor:
+    return _packed(x, weight, output="bf16").float()
 
 
 @grouped_linear_fp8.impl("stream_fp8", supports=_on_gpu)

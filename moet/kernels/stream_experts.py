@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from moet.errors import UnsupportedError
 from moet.kernels.layout import ExpertRows
 from moet.kernels.stream_gemm import (
     Codec,
@@ -362,6 +363,18 @@ class SharedExpert:
             planes, torch.stack([gate.scale, up.scale]), StreamLinear.fp8(*w2), gate.out_features
         )
 
+    @classmethod
+    def joined(cls, gate_up: StreamLinear, down: StreamLinear) -> SharedExpert:
+        """Of gate and up as one fp8 matrix, gate first, each of a multiple of 128 rows."""
+        hidden = gate_up.out_features // 2
+        assert gate_up.scale is not None
+        if hidden % 128:
+            raise UnsupportedError(
+                f"a shared expert of {hidden} columns; on a GPU that takes a multiple of 128"
+            )
+        planes = gate_up.plane.view(2, hidden, -1)
+        return cls(planes, gate_up.scale.view(2, hidden // 128, -1), down, hidden)
+
     def to(self, device: torch.device | str) -> SharedExpert:
         return SharedExpert(
             self.planes.to(device),
@@ -378,7 +391,7 @@ class SharedExpert:
         *,
         limit: float | None,
         error: Tensor,
-        workspace: Workspace,
+        workspace: Workspace | None,
     ) -> Tensor:
         """q: [T, D] e4m3 in MMA order with scale [T, ceil(D/128)]. Returns [T, D] bf16."""
         hidden = self.intermediate_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -51,7 +51,7 @@ class KVGroup:
     holds `entries_per_page` entries and position p's entry is entry p % entries_per_page, so a
     ring's bytes mean the same in any slot. `resume` (ring): whether these bytes are needed to go on
     from a page border. How an entry is encoded is the model's affair; `page_bytes` is all the
-    runtime sees.
+    runtime sees. `held`: the layers that this process keeps, if it is a stage of a pipeline.
     """
 
     name: str
@@ -60,6 +60,16 @@ class KVGroup:
     entries_per_page: int
     page_bytes: int
     resume: bool = False
+    held: tuple[int, ...] | None = None  # None: all
+
+    @property
+    def held_layers(self) -> tuple[int, ...]:
+        return self.layers if self.held is None else self.held
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of a page, or of a sequence slot, over the layers that are kept here."""
+        return self.page_bytes * len(self.held_layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +91,7 @@ class KVCacheSpec:
 
 
 KVTensors = Mapping[str, Tensor]
-"""Group name -> uint8 [len(layers), num_pages or num_seq_slots, page_bytes]."""
+"""Group name -> uint8 [len(held_layers), num_pages or num_seq_slots, page_bytes]."""
 
 
 class TensorSource(Protocol):
@@ -101,6 +111,15 @@ class ExpertProvider(Protocol):
         The returned table is valid until the next call. Raises CapacityError if they cannot all
         be resident at once.
         """
+        ...
+
+
+@runtime_checkable
+class ResidentProvider(ExpertProvider, Protocol):
+    """A provider that has every expert on the device for good, so that no step need ask for one."""
+
+    def resident(self, layer_idx: int) -> ExpertTable:
+        """The table of a layer, the same one at any time."""
         ...
 
 

@@ -38,7 +38,7 @@ from moet.models.deepseek_v4_cache import (
 from moet.models.deepseek_v4_config import DeepseekV4Config
 from moet.models.layers import Embedding, GroupedLinear, Linear, LMHead, Weights, joined
 from moet.models.moe import MoE, Router, SwigluMlp
-from moet.models.sharding import WHOLE, Shard, divide_deepseek_v4
+from moet.models.sharding import WHOLE, Shard, divide_deepseek_v4, stage_layers
 from moet.models.step import Place, step_rows
 
 CosSin = tuple[Tensor, Tensor]
@@ -457,22 +457,30 @@ class MTPBlock:
         return self.block.finish(residual)
 
 
+def _own_layers(config: DeepseekV4Config, shard: Shard) -> range:
+    num_layers = config.num_hidden_layers
+    owners = [i for i in range(num_layers) if config.layer_kind(i) == "csa"]
+    return stage_layers(owners, num_layers, shard)
+
+
 @dataclass(eq=False)
 class DeepseekV4:
     """The whole model. `load` builds it; `forward` runs a step."""
 
     config: DeepseekV4Config
     layout: CacheLayout
-    embed: Embedding
+    embed: Embedding | None
     layers: list[Block]
-    head: Head
+    head: Head | None
     mtp: MTPBlock | None
+    tables: RopeTables
+    dtype: torch.dtype
+    shard: Shard = WHOLE
     device: Device | None = None
 
     def __post_init__(self) -> None:
         self.vocab_size = self.config.vocab_size
         self.max_position_embeddings = self.config.max_position_embeddings
-        self.tables = RopeTables(self.config, self.embed.weight.device)
 
     @classmethod
     def load(
@@ -507,21 +515,29 @@ class DeepseekV4:
                 "block (mtp.0.e_proj.weight); use 0"
             )
         dtype = torch.float32 if settings.rounding == "none" else torch.bfloat16
-        layout = CacheLayout(config, kv_dtype, num_spec_tokens)
+        own = _own_layers(config, shard)
+        is_first, is_last, drafts = shard.is_first, shard.is_last, num_spec_tokens > 0
+        held = range(own.start, own.stop + (is_last and drafts))
+        layout = CacheLayout(
+            config, kv_dtype, num_spec_tokens, held if shard.num_stages > 1 else None
+        )
         vocab, dim = config.vocab_size, config.hidden_size
-        lm_head = LMHead.load(weights, "head", vocab, dim)
+        lm_head = LMHead.load(weights, "head", vocab, dim) if is_last else None
+        reads_tokens = is_first or (is_last and drafts)
         return cls(
             config=config,
             layout=layout,
-            embed=Embedding(weights.tensor("embed.weight", vocab, dim), dtype),
-            layers=[
-                Block(weights.under(f"layers.{i}."), config, layout, i)
-                for i in range(config.num_hidden_layers)
-            ],
-            head=Head(weights, config, lm_head),
-            mtp=MTPBlock(weights.under("mtp.0."), config, layout, lm_head)
-            if num_spec_tokens
+            embed=Embedding(weights.tensor("embed.weight", vocab, dim), dtype)
+            if reads_tokens
             else None,
+            layers=[Block(weights.under(f"layers.{i}."), config, layout, i) for i in own],
+            head=None if lm_head is None else Head(weights, config, lm_head),
+            mtp=MTPBlock(weights.under("mtp.0."), config, layout, lm_head)
+            if drafts and lm_head is not None
+            else None,
+            tables=RopeTables(config, weights.device),
+            dtype=dtype,
+            shard=shard,
             device=gpu,
         )
 
@@ -529,15 +545,21 @@ class DeepseekV4:
         return self.layout.spec()
 
     def rows(self, inputs: ForwardInput) -> Rows:
-        """A step's rows as the ops take them."""
-        return step_rows(inputs, PAGE_SIZE, max_short=self.layout.max_short)
+        """A step's rows as the ops take them, on the device."""
+        device = self.tables.main.device
+        return step_rows(inputs, PAGE_SIZE, max_short=self.layout.max_short, device=device)
 
     def forward(self, inputs: ForwardInput, kv: KVTensors, experts: ExpertProvider) -> ModelOutput:
         """Run one step. hidden_states: [num_tokens, h, dim], streams before the last collapse."""
         with torch.inference_mode():
-            rows = self.rows(inputs)
-            output = self.compute(inputs.token_ids, rows, inputs.logits_indices, kv, experts)
+            rows, (token_ids, chosen) = self.rows(inputs), self._placed(inputs)
+            output = self.compute(token_ids, rows, chosen, kv, experts)
         return ModelOutput(output.logits.clone(), output.hidden_states)  # may be changed in place
+
+    def _placed(self, inputs: ForwardInput) -> tuple[Tensor, Tensor]:
+        """Token ids and the rows whose logits are wanted, on the device."""
+        device = self.tables.main.device
+        return inputs.token_ids.to(device), inputs.logits_indices.to(device)
 
     def compute(
         self,
@@ -551,16 +573,37 @@ class DeepseekV4:
         can be captured. token_ids: [n] int64. logits_indices: as in ForwardInput; None: all rows.
         """
         streams = self.run(token_ids, rows, kv, experts)
-        return ModelOutput(self.head(_chosen(streams, logits_indices)), streams)
+        return ModelOutput(self._logits(self.head, _chosen(streams, logits_indices)), streams)
 
     def run(self, token_ids: Tensor, rows: Rows, kv: KVTensors, experts: ExpertProvider) -> Tensor:
         """The layers alone, without a host decision if the ops make none. Returns [n, h, dim]."""
         step = Step(token_ids, rows, kv, self.tables)
-        embedded = self.embed(token_ids).unsqueeze(1)
-        residual = Residual(embedded.expand(-1, self.config.hc_mult, -1).contiguous())
+        residual = Residual(self._enter(token_ids))
         for layer in self.layers:
             layer(residual, step, experts)
-        return self.layers[-1].finish(residual)
+        streams = self.layers[-1].finish(residual)
+        if not self.shard.is_last:
+            self.shard.comm.send(streams)
+        return streams
+
+    def _enter(self, token_ids: Tensor) -> Tensor:
+        """The streams before this process's first layer: [n, h, dim]."""
+        mult, dim = self.config.hc_mult, self.config.hidden_size
+        if not self.shard.is_first:
+            shape = len(token_ids), mult, dim
+            like = torch.empty(shape, dtype=self.dtype, device=self.tables.main.device)
+            return self.shard.comm.receive(like)
+        assert self.embed is not None
+        return self.embed(token_ids).unsqueeze(1).expand(-1, mult, -1).contiguous()
+
+    def _logits(self, head: Head | None, streams: Tensor) -> Tensor:
+        """Those of the last stage, on every stage. streams: [n, h, dim] of the rows wanted."""
+        if head is None:
+            shape = len(streams), self.vocab_size
+            logits = torch.empty(shape, dtype=torch.float32, device=self.tables.main.device)
+        else:
+            logits = head(streams)
+        return self.shard.comm.from_last(logits)
 
     def draft(
         self, inputs: ForwardInput, streams: Tensor, kv: KVTensors, experts: ExpertProvider
@@ -571,8 +614,8 @@ class DeepseekV4:
         of forward or of a previous draft. Needs num_spec_tokens > 0 at load.
         """
         with torch.inference_mode():
-            rows, chosen = self.rows(inputs), inputs.logits_indices
-            output = self.compute_draft(inputs.token_ids, rows, chosen, streams, kv, experts)
+            rows, (token_ids, chosen) = self.rows(inputs), self._placed(inputs)
+            output = self.compute_draft(token_ids, rows, chosen, streams, kv, experts)
         return ModelOutput(output.logits.clone(), output.hidden_states)
 
     def compute_draft(
@@ -585,10 +628,14 @@ class DeepseekV4:
         experts: ExpertProvider,
     ) -> ModelOutput:
         """`draft` as `compute` is `forward`."""
-        assert self.mtp is not None, "loaded without a draft block"
-        step = Step(token_ids, rows, kv, self.tables)
-        streams = self.mtp(self.embed(token_ids), streams, step, experts)
-        return ModelOutput(self.mtp.head(_chosen(streams, logits_indices)), streams)
+        assert self.mtp is not None or not self.shard.is_last, "loaded without a draft block"
+        head = None
+        if self.mtp is not None:
+            assert self.embed is not None
+            step = Step(token_ids, rows, kv, self.tables)
+            streams = self.mtp(self.embed(token_ids), streams, step, experts)
+            head = self.mtp.head
+        return ModelOutput(self._logits(head, _chosen(streams, logits_indices)), streams)
 
 
 def _chosen(streams: Tensor, indices: Tensor | None) -> Tensor:

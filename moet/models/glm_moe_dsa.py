@@ -34,7 +34,7 @@ from moet.models.base import (
 from moet.models.glm_moe_dsa_config import GlmMoeDsaConfig
 from moet.models.layers import Embedding, LMHead, RMSNorm, Weights
 from moet.models.moe import MoE, Router, SwigluMlp
-from moet.models.sharding import WHOLE, Shard, divide_glm_moe_dsa
+from moet.models.sharding import WHOLE, Shard, divide_glm_moe_dsa, stage_layers
 from moet.models.step import LayerCache, SequenceRows, sequences
 
 PAGE_SIZE = 64  # tokens
@@ -293,11 +293,17 @@ class CacheLayout:
     """The two kinds of state, under one KV format.
 
     kv_dtype is that of the latent rows; index keys are fp8 as deployed, or fp32 without rounding.
-    The draft layer, if it is used, comes last in both groups.
+    The draft layer, if it is used, comes last in both groups. held: the layers whose state this
+    process keeps; None: all.
     """
 
     def __init__(
-        self, config: GlmMoeDsaConfig, kv_dtype: KVDtype, rounding: Rounding, with_draft: bool
+        self,
+        config: GlmMoeDsaConfig,
+        kv_dtype: KVDtype,
+        rounding: Rounding,
+        with_draft: bool,
+        held: range | None = None,
     ) -> None:
         self.rows = latent_rows(
             kv_dtype,
@@ -311,18 +317,35 @@ class CacheLayout:
             self.index_keys = PlainRows(index_dim, PAGE_SIZE, torch.float32)
         self.layers = tuple(range(config.num_hidden_layers + with_draft))
         self.owners = tuple(idx for idx in self.layers if config.owns_indexer(idx))
+        kept = self.layers if held is None else held
+        self.held = tuple(idx for idx in self.layers if idx in kept)
+        self.held_owners = tuple(idx for idx in self.owners if idx in kept)
 
     def spec(self) -> KVCacheSpec:
-        rows = KVGroup("latent", "paged", self.layers, PAGE_SIZE, self.rows.page_bytes)
-        keys = KVGroup("index", "paged", self.owners, PAGE_SIZE, self.index_keys.page_bytes)
+        rows = KVGroup(
+            "latent", "paged", self.layers, PAGE_SIZE, self.rows.page_bytes, held=self.held
+        )
+        keys = KVGroup(
+            "index",
+            "paged",
+            self.owners,
+            PAGE_SIZE,
+            self.index_keys.page_bytes,
+            held=self.held_owners,
+        )
         return KVCacheSpec(PAGE_SIZE, (rows, keys))
 
     def row_cache(self, layer_idx: int) -> LayerCache:
-        return LayerCache("latent", self.layers.index(layer_idx), self.rows)
+        return LayerCache("latent", self.held.index(layer_idx), self.rows)
 
     def index_cache(self, layer_idx: int) -> LayerCache:
         """Raises ValueError for a layer without an indexer."""
-        return LayerCache("index", self.owners.index(layer_idx), self.index_keys)
+        return LayerCache("index", self.held_owners.index(layer_idx), self.index_keys)
+
+
+def _own_layers(config: GlmMoeDsaConfig, shard: Shard) -> range:
+    owners = [i for i in range(config.num_hidden_layers) if config.owns_indexer(i)]
+    return stage_layers(owners, config.num_hidden_layers, shard)
 
 
 @dataclass(eq=False)
@@ -331,11 +354,13 @@ class GlmMoeDsa:
 
     config: GlmMoeDsaConfig
     layout: CacheLayout
-    embed: Embedding
+    embed: Embedding | None
     layers: list[DecoderLayer]
-    norm: RMSNorm
-    head: LMHead
+    norm: RMSNorm | None
+    head: LMHead | None
     mtp: DraftLayer | None
+    shard: Shard
+    dtype: torch.dtype
 
     def __post_init__(self) -> None:
         self.vocab_size = self.config.vocab_size
@@ -368,25 +393,33 @@ class GlmMoeDsa:
             )
         config, source = divide_glm_moe_dsa(config, source, shard)
         weights = Weights(source, settings)
-        layout = CacheLayout(config, kv_dtype, settings.rounding, num_spec_tokens > 0)
+        own, drafts = _own_layers(config, shard), num_spec_tokens > 0 and shard.is_last
+        held = range(own.start, own.stop + drafts)
+        layout = CacheLayout(config, kv_dtype, settings.rounding, num_spec_tokens > 0, held)
         dtype = torch.float32 if settings.rounding == "none" else torch.bfloat16
         table = (config.vocab_size, config.hidden_size)
+        embed = norm = head = mtp = None
         layers = [
-            DecoderLayer(weights.under(f"model.layers.{idx}."), config, layout, idx)
-            for idx in layout.layers
+            DecoderLayer(weights.under(f"model.layers.{idx}."), config, layout, idx) for idx in held
         ]
-        mtp = None
-        if num_spec_tokens:
+        if drafts:
             idx = config.num_hidden_layers
             mtp = DraftLayer(weights.under(f"model.layers.{idx}."), config, layers.pop())
+        if shard.is_first or drafts:
+            embed = Embedding(weights.tensor("model.embed_tokens.weight", *table), dtype)
+        if shard.is_last:
+            norm = weights.norm("model.norm", config.hidden_size, eps=config.rms_norm_eps)
+            head = LMHead.load(weights, "lm_head", *table)
         return cls(
             config=config,
             layout=layout,
-            embed=Embedding(weights.tensor("model.embed_tokens.weight", *table), dtype),
+            embed=embed,
             layers=layers,
-            norm=weights.norm("model.norm", config.hidden_size, eps=config.rms_norm_eps),
-            head=LMHead.load(weights, "lm_head", *table),
+            norm=norm,
+            head=head,
             mtp=mtp,
+            shard=shard,
+            dtype=dtype,
         )
 
     def kv_cache_spec(self) -> KVCacheSpec:
@@ -397,13 +430,32 @@ class GlmMoeDsa:
     def forward(self, inputs: ForwardInput, kv: KVTensors, experts: ExpertProvider) -> ModelOutput:
         """As Model.forward. hidden_states: [num_tokens, hidden], after the final norm."""
         step = Step(inputs, kv, self.frequencies)
-        x = self.embed(inputs.token_ids)
+        x = self._enter(inputs.token_ids)
         selection: Selection | None = None
         for layer in self.layers:
             inherited = None if layer.owns_indexer else selection
             x, selection = layer(x, step, inherited, experts)
-        hidden_states = self.norm(x)
-        return ModelOutput(self.head(hidden_states[inputs.logits_indices]), hidden_states)
+        if self.norm is None:
+            self.shard.comm.send(x)
+        else:
+            x = self.norm(x)
+        return ModelOutput(self._logits(x[inputs.logits_indices]), x)
+
+    def _enter(self, token_ids: Tensor) -> Tensor:
+        """What this process's first layer gets: [n, hidden]."""
+        if not self.shard.is_first:
+            shape = len(token_ids), self.config.hidden_size
+            return self.shard.comm.receive(torch.empty(shape, dtype=self.dtype))
+        assert self.embed is not None
+        return self.embed(token_ids)
+
+    def _logits(self, hidden_states: Tensor) -> Tensor:
+        """Those of the last stage, on every stage. hidden_states: [n, hidden] of the rows wanted."""
+        if self.head is None:
+            logits = torch.empty(len(hidden_states), self.vocab_size)
+        else:
+            logits = self.head(hidden_states)
+        return self.shard.comm.from_last(logits)
 
     @torch.no_grad()
     def draft(
@@ -414,9 +466,11 @@ class GlmMoeDsa:
         inputs.token_ids are those at positions + 1. hidden_states: [num_tokens, hidden], of
         `forward` or of a previous draft, each after its norm. Needs num_spec_tokens > 0 at load.
         """
-        assert self.mtp is not None, "loaded without the draft layer"
-        step = Step(inputs, kv, self.frequencies)
-        x = self.mtp.join(self.embed(inputs.token_ids), hidden_states)
-        x, _ = self.mtp.layer(x, step, None, experts)
-        hidden_states = self.mtp.norm(x)
-        return ModelOutput(self.head(hidden_states[inputs.logits_indices]), hidden_states)
+        assert self.mtp is not None or not self.shard.is_last, "loaded without the draft layer"
+        if self.mtp is not None:
+            assert self.embed is not None
+            step = Step(inputs, kv, self.frequencies)
+            x = self.mtp.join(self.embed(inputs.token_ids), hidden_states)
+            x, _ = self.mtp.layer(x, step, None, experts)
+            hidden_states = self.mtp.norm(x)
+        return ModelOutput(self._logits(hidden_states[inputs.logits_indices]), hidden_states)

@@ -86,27 +86,31 @@ def sequences(inputs: ForwardInput, page_size: int) -> list[SequenceRows]:
     return found
 
 
-def step_rows(inputs: ForwardInput, page_size: int, *, max_short: int) -> Rows:
-    """The rows of a step as device tensors.
+def step_rows(
+    inputs: ForwardInput, page_size: int, *, max_short: int, device: torch.device | None = None
+) -> Rows:
+    """The rows of a step as tensors of the device (None: where the inputs are).
 
-    max_short: rows of one sequence that its rings hold beside what these rows need.
+    max_short: rows of one sequence that its rings hold beside what these rows need. Inputs in host
+    memory are cheapest: they are checked here.
     """
     sequences(inputs, page_size)  # refuses a row without a page
-    device = inputs.positions.device
+    device = device or inputs.positions.device
     lengths = [last - first for first, last in pairwise(inputs.cu_seqlens_q)]
     starts = [end - length for end, length in zip(inputs.seq_lens, lengths, strict=True)]
-    repeats = torch.tensor(lengths, device=device)
+    repeats = torch.tensor(lengths)
 
     def per_row(values: Tensor) -> Tensor:
-        return values.repeat_interleave(repeats, output_size=len(inputs.positions))
+        rows = values.cpu().repeat_interleave(repeats, output_size=len(inputs.positions))
+        return rows.to(device)
 
     return Rows(
-        positions=inputs.positions,
-        starts=per_row(torch.tensor(starts, device=device)),
-        ends=per_row(torch.tensor(inputs.seq_lens, device=device)),
+        positions=inputs.positions.to(device),
+        starts=per_row(torch.tensor(starts)),
+        ends=per_row(torch.tensor(inputs.seq_lens)),
         seq_slots=per_row(inputs.seq_slots),
-        page_rows=per_row(torch.arange(len(lengths), device=device)),
-        page_table=inputs.page_table,
+        page_rows=per_row(torch.arange(len(lengths))),
+        page_table=inputs.page_table.to(device),
         page_size=page_size,
         short=max(lengths, default=0) <= max_short,
     )

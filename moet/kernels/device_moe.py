@@ -1,0 +1,117 @@
+"""The layer of experts on a GPU, from kernels of their own: router, work list, experts, sum.
+
+Few rows stream the weights, many share tiles; both give a row the same bits. Knows tensors.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moet.errors import UnsupportedError
+from moet.kernels import device_gemm, prefill_gemm, stream_experts
+from moet.kernels.device_gemm import Device, PackedMatrix
+from moet.kernels.layout import ExpertRows
+from moet.kernels.moe import ExpertTable
+from moet.kernels.moe_layer import RouterWeights, SharedWeights
+from moet.kernels.quant import Activations, as_activations
+from moet.kernels.stream_experts import ExpertPool, SharedExpert
+
+
+def device_of(router: RouterWeights) -> Device:
+    """Where a router's weights are."""
+    assert isinstance(router.weight, PackedMatrix), "a GPU multiplies with packed weights"
+    return router.weight.device
+
+
+def route(
+    x: Tensor | Activations, token_ids: Tensor, positions: Tensor, router: RouterWeights
+) -> tuple[Tensor, Tensor]:
+    device = device_of(router)
+    assert isinstance(router.weight, PackedMatrix)
+    logits = device_gemm.multiply(x, router.weight, output="f32")
+    expert_ids, weights = stream_experts.route(
+        device.launcher,
+        logits,
+        top_k=router.top_k,
+        scaling_factor=router.scaling_factor,
+        bias=router.bias,
+        given=None if router.table is None else router.table[token_ids],
+        sigmoid=router.sigmoid,
+    )
+    # Fill rows read what the first row reads anyway.
+    return torch.where((positions < 0).unsqueeze(1), expert_ids[:1], expert_ids), weights
+
+
+def pool_of(table: ExpertTable) -> ExpertPool:
+    """The rows of a table as the kernels take them. Raises UnsupportedError for other formats."""
+    if not isinstance(table.format, ExpertRows) or table.bases is None:
+        raise UnsupportedError(f"no kernel reads {table.format.name} experts without row bases")
+    return ExpertPool(table.format, table.rows, table.bases)
+
+
+def moe(
+    x: Tensor | Activations,
+    token_ids: Tensor,
+    positions: Tensor,
+    router: RouterWeights,
+    table: ExpertTable,
+    shared: SharedWeights,
+    *,
+    limit: float | None,
+    weigh_output: bool,
+) -> Tensor:
+    device, pool = device_of(router), pool_of(table)
+    expert = shared.packed
+    if expert is None:
+        raise UnsupportedError("no kernel reads a shared expert that is not fp8")
+    x = as_activations(x)
+    expert_ids, weights = route(x, token_ids, positions, router)
+    if x.num_rows > device_gemm.STREAM_ROWS and prefills(device, expert):
+        tiles = prefill_gemm.make_tiles(device.launcher, x.plain())
+        dense = prefill_gemm.shared_expert(
+            device.launcher, expert, tiles, x.num_rows, limit=limit, error=device.error
+        )
+        mixture = prefill_gemm.mixture(
+            device.launcher,
+            pool,
+            x.plain(),
+            expert_ids,
+            weights,
+            table.slot_of,
+            limit=limit,
+            error=device.error,
+            weigh_output=weigh_output,
+            shared=dense,
+        )
+        return mixture.to(torch.bfloat16)
+    codes, scale = x.codes, x.scale
+    if codes is None or scale is None:
+        codes, scale = stream_experts.quantise(device.launcher, x.plain())
+    dense = expert(
+        device.launcher,
+        codes,
+        scale,
+        limit=limit,
+        error=device.error,
+        workspace=device.workspace(
+            expert.down.slices(device.launcher), x.num_rows * expert.down.out_features
+        ),
+    )
+    mixture = pool.mixture(
+        device.launcher,
+        x.plain(),
+        expert_ids,
+        weights,
+        table.slot_of,
+        limit=limit,
+        error=device.error,
+        weigh_output=weigh_output,
+        shared=dense,
+    )
+    return mixture.to(torch.bfloat16)
+
+
+def prefills(device: Device, expert: SharedExpert) -> bool:
+    """Whether the prefill GEMM takes this shared expert on this device."""
+    return device.arch == "sm90a" or expert.down.slices(device.launcher) == 1
