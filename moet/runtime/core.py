@@ -21,6 +21,7 @@ from moet.config import CacheConfig, SchedulerConfig
 from moet.errors import ConfigError, ContextLengthError, OverloadedError, RequestError
 from moet.models.base import DraftingModel, ExpertProvider, KVCacheSpec, Model
 from moet.runtime.batch import Batch, StepResult
+from moet.runtime.device_runner import DeviceModel, DeviceRunner, PendingBatch, Placement
 from moet.runtime.grammar_check import check_grammar
 from moet.runtime.grammar_compiler import CompileJob, GrammarCompiler
 from moet.runtime.kv_cache import KVCache, resume_bytes
@@ -52,6 +53,9 @@ class EngineCore:
 
     Without `grammars`, requests that bring one are refused. kv_identity: everything that KV state
     depends on besides tokens, for a cache that outlives the core.
+
+    With a placement the model, which then is a DeviceModel, runs on its queue; batches are launched
+    from the calling thread, and with `overlap` one more is when the results of one are read.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class EngineCore:
         grammars: GrammarCompiler | None = None,
         kv_identity: str = "",
         expert_stats: Callable[[], ExpertStats] = lambda: ExpertStats(layers=[]),
+        placement: Placement | None = None,
     ) -> None:
         spec = model.kv_cache_spec()
         num_seqs = scheduler.max_num_seqs
@@ -87,6 +92,7 @@ class EngineCore:
             num_seq_slots=num_seqs,
             num_host_blocks=num_preempt_blocks + num_cache_blocks,
             num_snapshots=(cache.snapshot_budget_bytes // snapshot_bytes if keeps_snapshots else 0),
+            device="cpu" if placement is None else str(placement.queue.device),
         )
         self.expert_stats = expert_stats
         self._counters = Counters()
@@ -112,22 +118,42 @@ class EngineCore:
             counters=self._counters,
             tiers=tiers,
         )
-        sampler = SamplerState(num_seqs, model.vocab_size, num_token_ids=vocab_size)
-        self._runner = ModelRunner(
-            model,
-            experts,
-            kv,
-            sampler,
-            num_seq_slots=num_seqs,
-            max_pages_per_seq=memory.num_pages_for(window),
-            draft_model=cast(DraftingModel, model) if scheduler.num_spec_tokens else None,
-        )
+        draft_model = cast(DraftingModel, model) if scheduler.num_spec_tokens else None
+        max_pages = memory.num_pages_for(window)
+        self._runner: ModelRunner | DeviceRunner
+        self._launcher: DeviceRunner | None = None
+        if placement is None:
+            self._runner = ModelRunner(
+                model,
+                experts,
+                kv,
+                SamplerState(num_seqs, model.vocab_size, num_token_ids=vocab_size),
+                num_seq_slots=num_seqs,
+                max_pages_per_seq=max_pages,
+                draft_model=draft_model,
+            )
+        else:
+            device = placement.queue.device
+            self._runner = self._launcher = DeviceRunner(
+                cast(DeviceModel, model),
+                experts,
+                kv,
+                SamplerState(num_seqs, model.vocab_size, device, num_token_ids=vocab_size),
+                placement,
+                num_seq_slots=num_seqs,
+                max_pages_per_seq=max_pages,
+                max_rows_per_seq=1 + scheduler.num_spec_tokens,
+                draft_model=draft_model,
+            )
         self._scheduler = Scheduler(scheduler, memory, self._counters)
         self._grammars = grammars
         self._compiling: dict[str, _Compiling] = {}
-        self._in_flight: deque[tuple[Batch, Future[StepResult]]] = deque()
+        self._in_flight: deque[tuple[Batch, Future[StepResult] | PendingBatch]] = deque()
+        self._overlap = scheduler.overlap
         self._thread = (
-            ThreadPoolExecutor(1, thread_name_prefix="moet-step") if scheduler.overlap else None
+            ThreadPoolExecutor(1, thread_name_prefix="moet-step")
+            if scheduler.overlap and placement is None
+            else None
         )
         self._seeds = random.Random(seed)
         self._num_submitted = 0
@@ -217,17 +243,23 @@ class EngineCore:
         batch = self._scheduler.schedule()
         if batch is None and not self._in_flight:
             return self._take_events()
-        if self._thread is None:
+        if not self._overlap:
             assert batch is not None
             self._at_work = batch
             return self._apply(batch, self._runner.run(batch))
         if batch is not None:
-            self._in_flight.append((batch, self._thread.submit(self._runner.run, batch)))
+            self._in_flight.append((batch, self._launch(batch)))
         if self._in_flight and (batch is None or len(self._in_flight) > 1):
             oldest, future = self._in_flight.popleft()
             self._at_work = oldest
             return self._apply(oldest, future.result())
         return self._take_events()
+
+    def _launch(self, batch: Batch) -> Future[StepResult] | PendingBatch:
+        if self._launcher is not None:
+            return self._launcher.launch(batch)
+        assert self._thread is not None
+        return self._thread.submit(self._runner.run, batch)
 
     def _take_events(self) -> list[TokenEvent]:
         """Events that no step has made; if there are none, wait a moment for the disk."""
@@ -315,6 +347,8 @@ class EngineCore:
         self._scheduler.check(sum(row.snapshot is not None for row in rows))
         if not self.has_work:
             self._runner.sampler.check()
+            if self._launcher is not None:
+                self._launcher.check()
 
     def clear_prefix_cache(self) -> None:
         """Forget every page that no sequence holds, and find none of the others again."""

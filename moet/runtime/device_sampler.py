@@ -188,7 +188,8 @@ _FACTORS = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
 
 def _shifted(x: Tensor, num_bits: int) -> Tensor:
     """A shift to the right that brings in zeros."""
-    return (x >> num_bits) & (2 ** (64 - num_bits) - 1)
+    shifted: Tensor = (x >> num_bits) & (2 ** (64 - num_bits) - 1)
+    return shifted
 
 
 def _mix64(x: Tensor) -> Tensor:

@@ -56,7 +56,8 @@ class ModelRunner:
         self.kv = kv
         self.sampler = sampler
         self._admitted: set[int] = set()
-        self.page_table = torch.full((num_seq_slots, max_pages_per_seq), -1, dtype=torch.int64)
+        device = sampler.last_token.device
+        self.page_table = torch.full((num_seq_slots, max_pages_per_seq), -1, device=device)
         self._passes = Passes(
             kv,
             last_token=sampler.last_token,
@@ -75,24 +76,29 @@ class ModelRunner:
         """
         started = perf_counter()
         result = StepResult()
-        self._commands(batch.commands)
-        rows = batch.rows
-        for i, row in enumerate(rows):
-            if row.seq.fault is not None:
-                result.errors[i] = row.seq.fault
-        indices = [i for i in range(len(rows)) if i not in result.errors]
+        self.commands(batch.commands)
+        indices = self.sound_rows(batch.rows, result)
         if indices:
-            try:
-                self._forward(rows, indices, result)
-            except Exception as error:  # the step's sequences end; the engine goes on
-                logger.exception("a step of %d sequences failed", len(indices))
-                message = f"the step failed: {type(error).__name__}: {error}"
-                result.errors.update(dict.fromkeys(indices, message))
-                result.failed = True
+            self.run_rows(batch.rows, indices, result)
         result.device_s = perf_counter() - started
         return result
 
-    def _commands(self, commands: list[Command]) -> None:
+    def sound_rows(self, rows: list[Row], result: StepResult) -> list[int]:
+        """The places of rows that may run; the others' faults go into the result."""
+        for i, row in enumerate(rows):
+            if row.seq.fault is not None:
+                result.errors[i] = row.seq.fault
+        return [i for i in range(len(rows)) if i not in result.errors]
+
+    def run_rows(self, rows: list[Row], indices: list[int], result: StepResult) -> None:
+        """Carry out some of a batch's rows, at least one."""
+        try:
+            self._forward(rows, indices, result)
+        except Exception as error:
+            fail(result, indices, error)
+
+    def commands(self, commands: list[Command]) -> None:
+        """Carry out what a batch begins with, in order."""
         for command in commands:
             try:
                 self._command(command)
@@ -108,7 +114,8 @@ class ModelRunner:
             case SetPages(slot, first, pages):
                 if first == 0:
                     self.page_table[slot] = -1
-                self.page_table[slot, first : first + len(pages)] = torch.tensor(pages)
+                places = int64_tensor(pages, self.page_table.device)
+                self.page_table[slot, first : first + len(pages)] = places
             case Admit(seq, slot, num_tokens):
                 request = seq.request
                 output = seq.token_ids[seq.prompt_len : num_tokens]
@@ -161,14 +168,15 @@ class ModelRunner:
                 at += row.num_samples
         self._sample(active, indices, places, output.logits, result)
         if self._drafter is None:
-            self._save_snapshots(active)
+            self.save_snapshots(active)
         else:
             self._draft(self._drafter, active, indices, output.hidden_states, result)
 
     def _target(self, inputs: ForwardInput, _: slice) -> ModelOutput:
         return self.model.forward(inputs, self.kv.tensors, self.experts)
 
-    def _save_snapshots(self, rows: list[Row]) -> None:
+    def save_snapshots(self, rows: list[Row]) -> None:
+        """Keep the rings of the sequences that are to be resumed from behind these rows."""
         for row in rows:
             if row.snapshot is not None:
                 self.kv.save_snapshot(row.slot, row.snapshot)
@@ -192,7 +200,7 @@ class ModelRunner:
                 settled.append(one)
                 owners.append(index)
         extended = drafter.extend(settled, hidden_states)
-        self._save_snapshots(rows)  # before drafts of drafts are written over the oldest rows
+        self.save_snapshots(rows)  # before drafts of drafts are written over the oldest rows
         for index, proposals in zip(owners, drafter.propose(settled, extended), strict=True):
             if proposals:
                 result.proposals[index] = proposals
@@ -288,6 +296,14 @@ def _settled(row: Row, first: int, tokens: list[int] | None) -> Settled | None:
         return None
     last = [row.next_token] if tokens is None else tokens
     return Settled(row, first, [*row.token_ids[1:], *last])
+
+
+def fail(result: StepResult, indices: list[int], error: Exception) -> None:
+    """The step's sequences end; the engine goes on."""
+    logger.error("a step of %d sequences failed", len(indices), exc_info=error)
+    message = f"the step failed: {type(error).__name__}: {error}"
+    result.errors.update(dict.fromkeys(indices, message))
+    result.failed = True
 
 
 NAN_MESSAGE = "the model's logits are not numbers; the request cannot go on"

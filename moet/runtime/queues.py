@@ -1,0 +1,144 @@
+"""Where a step's work is queued: a CUDA stream, or the CPU, which does it at once; and how work is
+captured, to be queued again by one call. Knows nothing of models and batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Work = Callable[[], None]
+"""Reads and writes tensors whose places do not change, and decides nothing by their values."""
+
+Capture = Callable[[Work], Work]
+"""Runs some work once, and returns what queues the same again."""
+
+
+class Moment(Protocol):
+    """A point in a queue."""
+
+    def wait(self) -> None:
+        """Return when everything that was queued before is done."""
+        ...
+
+    def seconds_to(self, later: Moment) -> float:
+        """Time between two moments of one queue, both over."""
+        ...
+
+
+class Queue(Protocol):
+    """Work is carried out in the order it was given. One thread gives it."""
+
+    device: torch.device
+
+    def working(self) -> AbstractContextManager[object]:
+        """Work that is launched inside goes to this queue."""
+        ...
+
+    def host_tensor(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Zeros in memory that copies to and from the device need not wait for."""
+        ...
+
+    def moment(self) -> Moment:
+        """Now, in the queue."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Instant:
+    time_s: float
+
+    def wait(self) -> None:
+        pass
+
+    def seconds_to(self, later: Moment) -> float:
+        assert isinstance(later, _Instant)
+        return later.time_s - self.time_s
+
+
+class CpuQueue:
+    """Everything is done when the call that gave it returns."""
+
+    device = torch.device("cpu")
+
+    def working(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def host_tensor(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    def moment(self) -> Moment:
+        return _Instant(perf_counter())
+
+
+class _Event:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._event.record(stream)
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+    def seconds_to(self, later: Moment) -> float:
+        assert isinstance(later, _Event)
+        return float(self._event.elapsed_time(later._event)) / 1000
+
+
+class CudaQueue:
+    """A stream of its own on one device."""
+
+    def __init__(self, device: torch.device | str = "cuda") -> None:
+        self.device = torch.device(device)
+        self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+
+    def working(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self.stream)
+
+    def host_tensor(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, pin_memory=True)
+
+    def moment(self) -> Moment:
+        return _Event(self.stream)
+
+
+def uncaptured(work: Work) -> Work:
+    """Queues every launch of the work anew: for devices without graphs, and to debug."""
+    work()
+    return work
+
+
+class CudaGraphs:
+    """Captures CUDA graphs that share one memory pool, so no two of them may run at once.
+
+    Other threads may use the device meanwhile; a call that waits for it fails the capture.
+    """
+
+    def __init__(self, queue: CudaQueue) -> None:
+        self.queue = queue
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Work) -> Work:
+        with self.queue.working():
+            work()  # compiles and allocates what only a first call does
+            self.queue.stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
+        self.graphs.append(graph)
+        return graph.replay
+
+
+def to_queue(values: Tensor, queue: Queue) -> Tensor:
+    """A small host tensor on the queue's device, without waiting for what is queued."""
+    if queue.device.type == "cpu":
+        return values
+    return values.pin_memory().to(queue.device, non_blocking=True)

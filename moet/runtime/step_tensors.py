@@ -1,0 +1,145 @@
+"""The tensors of one captured step: what the host sends, what a model and a sampler read, and what
+comes back. Their places are fixed; only what they hold changes. Knows no model and no graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moet.kernels.rows import Rows
+from moet.runtime.device_sampler import REPORT_WIDTH, Kind, choose, remember, report
+from moet.runtime.slot_tensors import SlotTensors
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """Rows of one sequence in a step: positions start..start+num_tokens-1, all of which sample.
+
+    token_ids None: one row, whose token is the slot's newest on the device. Tokens behind the first
+    are drafts of a sequence at temperature 0. masks: [num_tokens, words] int32, or None for no
+    limits. kind: what the sequence's parameters ask for.
+    """
+
+    slot: int
+    start: int
+    token_ids: Sequence[int] | None
+    kind: Kind = Kind.GREEDY
+    masks: Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return 1 if self.token_ids is None else len(self.token_ids)
+
+
+class StepTensors:
+    """A step of num_seqs sequences with num_rows rows each; rows that are not there are fill rows.
+
+    token_ids: [T] int64, -1 for the newest token of the slot. positions, starts, ends, seq_slots:
+    [T] int64 as in kernels/rows.py. sampler_slots: [num_seqs] int64, where a sequence's sampling
+    state is; the last slot of all for none. counts: [num_seqs] int64, rows that are there.
+    out: [1 + num_seqs, num_rows + 2] int64; first a fault word, then by sequence the tokens, how
+    many of them hold, and whether the first row's logits were no numbers. reports: [T, columns].
+    """
+
+    def __init__(self, num_seqs: int, num_rows: int, device: torch.device) -> None:
+        self.num_seqs, self.num_rows = num_seqs, num_rows
+        self.sent = torch.zeros(self.num_sent(num_seqs, num_rows), dtype=torch.int64, device=device)
+        num_tokens = num_seqs * num_rows
+        parts = self.sent[: 5 * num_tokens].view(5, num_tokens).unbind(0)
+        self.token_ids, self.positions, self.starts, self.ends, self.seq_slots = parts
+        self.sampler_slots, self.counts = self.sent[5 * num_tokens :].view(2, num_seqs).unbind(0)
+        self.out = torch.zeros(1 + num_seqs, num_rows + 2, dtype=torch.int64, device=device)
+        self.reports = torch.zeros(num_tokens, REPORT_WIDTH, dtype=torch.int64, device=device)
+
+    @staticmethod
+    def num_sent(num_seqs: int, num_rows: int) -> int:
+        """Length of what the host sends."""
+        return 5 * num_seqs * num_rows + 2 * num_seqs
+
+    def rows(self, page_table: Tensor, page_size: int) -> Rows:
+        """For the model. page_table: [num_slots, pages] int64, by sequence slot."""
+        return Rows(
+            positions=self.positions,
+            starts=self.starts,
+            ends=self.ends,
+            seq_slots=self.seq_slots,
+            page_rows=self.seq_slots,
+            page_table=page_table,
+            page_size=page_size,
+            short=True,
+        )
+
+    def tokens(self, state: SlotTensors) -> Tensor:
+        """[T] int64, those that only the device knows filled in."""
+        newest = state.last_token[self.seq_slots]
+        return torch.where(self.token_ids < 0, newest, self.token_ids)
+
+    def finish(
+        self,
+        state: SlotTensors,
+        logits: Tensor,
+        masks: Tensor | None,
+        fault: Tensor | None,
+        kind: Kind,
+    ) -> None:
+        """Sample every sequence's rows in order, as long as its drafts hold, and write `out`.
+
+        logits: [T, vocab_size] fp32. masks: [T, words] int32 for Kind.FULL. fault: [1] int32 of
+        the model's kernels, taken and cleared.
+        """
+        out, num_rows = self.out, self.num_rows
+        if fault is not None:
+            out[0, :1] = fault.to(torch.int64)
+            fault.zero_()
+        by_row = logits.view(self.num_seqs, num_rows, -1)
+        positions = self.positions.view(self.num_seqs, num_rows)
+        drafts = self.token_ids.view(self.num_seqs, num_rows)
+        limits = None
+        if masks is not None and kind == Kind.FULL:
+            limits = masks.view(self.num_seqs, num_rows, -1)
+        holds = self.counts > 0
+        num_held = torch.zeros_like(self.counts)
+        for depth in range(num_rows):
+            mask = None if limits is None else limits[:, depth]
+            slots = torch.where(holds, self.sampler_slots, state.num_slots)
+            drawn = choose(state, by_row[:, depth], slots, positions[:, depth], mask, kind)
+            if depth == 0:
+                out[1:, num_rows + 1] = drawn.is_bad
+            else:  # the next step meets it again, as its first row, if it comes to that
+                holds = holds & ~drawn.is_bad
+                slots = torch.where(holds, self.sampler_slots, state.num_slots)
+            remember(state, slots, drawn.token_ids, kind)
+            out[1:, depth] = drawn.token_ids
+            if kind == Kind.FULL:
+                each = self.reports.view(self.num_seqs, num_rows, -1)
+                each[:, depth] = report(state, by_row[:, depth], drawn.token_ids)
+            num_held = num_held + holds
+            if depth + 1 < num_rows:
+                holds = holds & (self.counts > depth + 1)
+                holds = holds & (drafts[:, depth + 1] == drawn.token_ids)
+        out[1:, num_rows] = num_held
+
+
+def fill(sent: Tensor, rows: Sequence[StepRow], shape: tuple[int, int], no_slot: int) -> None:
+    """Write what a step sends for `rows`, in order, into a host tensor; the rest are fill rows.
+
+    sent: [StepTensors.num_sent(*shape)] int64. no_slot: where sampling state is of nobody.
+    """
+    num_seqs, num_rows = shape
+    num_tokens = num_seqs * num_rows
+    values = sent.numpy()
+    values[:] = 0
+    parts = values[: 5 * num_tokens].reshape(5, num_seqs, num_rows)
+    slots, counts = values[5 * num_tokens :].reshape(2, num_seqs)
+    parts[1] = -1
+    slots[:] = no_slot
+    for i, row in enumerate(rows):
+        num = row.num_tokens
+        end = row.start + num
+        parts[0, i, :num] = -1 if row.token_ids is None else row.token_ids
+        parts[1, i, :num] = range(row.start, end)
+        parts[2, i, :num], parts[3, i, :num], parts[4, i, :num] = row.start, end, row.slot
+        slots[i], counts[i] = row.slot, num

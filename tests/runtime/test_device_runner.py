@@ -1,0 +1,153 @@
+"""A core on a stand-in device gives the tokens of one without, plainly and a step ahead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from moet.config import CacheConfig, SchedulerConfig
+from moet.runtime.core import EngineCore
+from moet.runtime.device_runner import Placement
+from moet.runtime.queues import Capture, CpuQueue, uncaptured
+from moet.types import Request, TokenEvent
+from tests.fakes import FakeModel, drain, expected_greedy, make_core, request, tokens_of
+from tests.models.hash_weights import DEPLOYED, GOLDEN_IDS, Rig, hash_source, load_rig
+from tests.runtime.device_fakes import LoggedQueue, StepFakeModel, Tape, placed_core
+
+REQUESTS = [
+    request("greedy", [1, 2, 3, 4, 5], max_tokens=12),
+    request("short", [9], max_tokens=3),
+    request("plain", [7, 7, 7], temperature=0.8, seed=3, max_tokens=9),
+    request("ranked", list(range(1, 30)), temperature=1.2, top_k=12, top_p=0.9, seed=4),
+    request("penalised", [4, 5, 6], presence_penalty=1.0, repetition_penalty=1.2, max_tokens=15),
+    request("told", [3, 1, 4, 1, 5], logprobs=3, max_tokens=6),
+    request("prompt", [3, 1, 4, 1, 5, 9], prompt_logprobs=2, max_tokens=4),
+    request("biased", [8, 8], logit_bias={5: 3.0}, min_tokens=5, stop_token_ids=(5,)),
+]
+
+
+def facts(core: EngineCore, requests: list[Request]) -> dict[str, Any]:
+    for one in requests:
+        core.submit(one)
+    return {key: _facts(events) for key, events in drain(core).items()}
+
+
+def _facts(events: list[TokenEvent]) -> tuple[Any, ...]:
+    logprobs = [each for event in events for each in event.logprobs or []]
+    prompt = [event.prompt_logprobs for event in events if event.prompt_logprobs]
+    return tokens_of(events), events[-1].finish_reason, logprobs, prompt
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("capture", [uncaptured, Tape()])
+@pytest.mark.parametrize("max_num_seqs", [3, 8])
+def test_tokens_are_those_of_the_plain_runner(
+    capture: Capture, overlap: bool, max_num_seqs: int
+) -> None:
+    limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": 16}
+    expected = facts(make_core(FakeModel(), **limits), REQUESTS)
+    core = placed_core(StepFakeModel(), Placement(CpuQueue(), capture), overlap=overlap, **limits)
+    assert facts(core, REQUESTS) == expected
+    core.check()
+    core.shutdown()
+
+
+def test_pages_may_run_out() -> None:
+    requests = [request(str(n), [n] * 9, max_tokens=20) for n in range(6)]
+    core = placed_core(
+        StepFakeModel(), Placement(CpuQueue(), Tape()), num_pages=24, overlap=True, max_num_seqs=6
+    )
+    got = facts(core, requests)
+    assert core.stats().num_preemptions > 0
+    for n in range(6):
+        assert got[str(n)][0] == expected_greedy([n] * 9, 20, FakeModel())
+
+
+def test_the_next_step_is_launched_before_the_last_one_is_read() -> None:
+    log: list[str] = []
+    placement = Placement(LoggedQueue(log.append), Tape(log.append))
+    core = placed_core(StepFakeModel(), placement, overlap=True, max_num_seqs=2)
+    core.submit(request("a", [1, 2, 3], max_tokens=6))
+    log.clear()
+    drain(core)
+    # The prompt and the first decode are in flight before anything is waited for; the last step is
+    # launched for a sequence that has ended meanwhile.
+    assert log[:6] == ["play", "wait", "play", "wait", "play", "wait"]
+    plain: list[str] = []
+    placement = Placement(LoggedQueue(plain.append), Tape(plain.append))
+    core = placed_core(StepFakeModel(), placement, overlap=False, max_num_seqs=2)
+    core.submit(request("a", [1, 2, 3], max_tokens=6))
+    plain.clear()
+    drain(core)
+    assert plain[:5] == ["wait", "play", "wait", "play", "wait"]
+
+
+def test_a_row_that_is_no_number_ends_its_sequence_alone() -> None:
+    model = StepFakeModel(nan_token=17)
+    core = placed_core(model, Placement(CpuQueue(), uncaptured), overlap=True, max_num_seqs=4)
+    core.submit(request("bad", [1, 17], max_tokens=4))
+    core.submit(request("good", [1, 16], max_tokens=4))
+    events = drain(core)
+    assert "not numbers" in (events["bad"][-1].error or "")
+    assert tokens_of(events["good"]) == expected_greedy([1, 16], 4, model)
+    assert core.stats().num_corrupted == 1
+
+
+def test_a_fault_of_the_kernels_ends_the_step_and_not_the_engine() -> None:
+    fault = torch.zeros(1, dtype=torch.int32)
+    core = placed_core(
+        StepFakeModel(), Placement(CpuQueue(), uncaptured, fault), overlap=False, max_num_seqs=4
+    )
+    core.submit(request("a", [1, 2, 3], max_tokens=8))
+    for _ in range(3):
+        core.step()
+    fault.fill_(1)
+    events = drain(core)
+    assert "fault 0x1" in (events["a"][-1].error or "")
+    core.submit(request("b", [1, 2, 3], max_tokens=3))
+    assert tokens_of(drain(core)["b"]) == expected_greedy([1, 2, 3], 3, FakeModel())
+    assert core.stats().num_failed_steps == 1
+
+
+def test_a_failing_chunk_ends_its_sequences_and_no_others() -> None:
+    def refuse(inputs: Any) -> None:
+        if 63 in inputs.token_ids.tolist():
+            raise RuntimeError("no")
+
+    core = placed_core(
+        StepFakeModel(fault=refuse), Placement(CpuQueue(), uncaptured), max_num_seqs=4
+    )
+    core.submit(request("a", [1, 2, 3], max_tokens=8))
+    core.step()
+    core.submit(request("b", [63] * 3, max_tokens=3))
+    events = drain(core)
+    assert "RuntimeError: no" in (events["b"][-1].error or "")
+    assert tokens_of(events["a"]) == expected_greedy([1, 2, 3], 8, FakeModel())
+
+
+def model_core(rig: Rig, placement: Placement | None, **options: Any) -> EngineCore:
+    page_bytes = rig.model.kv_cache_spec().bytes_per_page
+    return EngineCore(
+        rig.model,
+        rig.experts,
+        cache=CacheConfig(budget_bytes=20 * page_bytes, prefix_cache="off"),
+        scheduler=SchedulerConfig(**options),
+        precision="fp4",
+        vocab_size=rig.model.vocab_size,
+        seed=0,
+        placement=placement,
+    )
+
+
+def test_a_real_model_gives_the_same_tokens_either_way() -> None:
+    rig = load_rig(DEPLOYED, hash_source(DEPLOYED, quantised=True), "deployed")
+    requests = [
+        request("crosses", GOLDEN_IDS[9:262], max_tokens=6),
+        request("short", [42, 17], max_tokens=6, temperature=0.9, seed=2),
+    ]
+    options = {"max_num_seqs": 3, "max_num_batched_tokens": 200}
+    expected = facts(model_core(rig, None, overlap=False, **options), requests)
+    placement = Placement(CpuQueue(), uncaptured)
+    assert facts(model_core(rig, placement, overlap=True, **options), requests) == expected
