@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -221,8 +221,8 @@ def doctor(args: argparse.Namespace) -> int:
         if isinstance(section, dict):
             for key, value in section.items():
                 table.add_row(f"{name}.{key}", str(value))
-        elif name != "problems":
-            table.add_row(name, str(section) if section else "none")
+        elif name == "gpus":
+            _add_gpus(table, section)
     console = Console()
     console.print(table)
     for problem in problems:
@@ -230,6 +230,14 @@ def doctor(args: argparse.Namespace) -> int:
     if not problems:
         console.print("no problems found")
     return 1 if problems else 0
+
+
+def _add_gpus(table: Table, gpus: Sequence[Mapping[str, Any]]) -> None:
+    if not gpus:
+        table.add_row("gpus", "none")
+    for index, gpu in enumerate(gpus):
+        for key, value in gpu.items():
+            table.add_row(f"gpu {index}.{key}", str(value))
 
 
 def launch(args: argparse.Namespace) -> int:
