@@ -32,14 +32,21 @@ class CacheLayout:
     kv_dtype "fp8" keeps index keys as MXFP4; "bf16" and "fp32" keep everything in that dtype.
     num_spec_tokens: drafted tokens per step; rings keep that many rows more, so that rejected rows
     never overwrite rows that are still needed, and the draft block's window is the last layer.
+    held: the layers whose state this process keeps; None: all.
     """
 
-    def __init__(self, config: DeepseekV4Config, kv_dtype: KVDtype, num_spec_tokens: int) -> None:
+    def __init__(
+        self,
+        config: DeepseekV4Config,
+        kv_dtype: KVDtype,
+        num_spec_tokens: int,
+        held: range | None = None,
+    ) -> None:
         if kv_dtype not in ("fp32", "bf16", "fp8"):
             raise ConfigError(
                 f"--kv-dtype {kv_dtype} does not exist for DeepSeek-V4-Flash; use fp8, bf16 or fp32"
             )
-        self.kv_dtype = kv_dtype
+        self.kv_dtype, self._held = kv_dtype, held
         self.max_short = 1 + num_spec_tokens  # rows of a sequence that every ring has room for
         self.quantised_index = kv_dtype == "fp8"
         num_layers = config.num_hidden_layers + (1 if num_spec_tokens else 0)
@@ -74,8 +81,13 @@ class CacheLayout:
             return Mxfp4Rows(config.index_head_dim, PAGE_SIZE // 4)
         return PlainRows(config.index_head_dim, PAGE_SIZE // 4, _PLAIN[self.kv_dtype])
 
+    def _kept(self, group: _Group) -> tuple[int, ...]:
+        held = self._held
+        return tuple(i for i in group.layers if held is None or i in held)
+
     def place(self, group: str, layer_idx: int) -> Place:
-        return Place(group, self._groups[group].layers.index(layer_idx), self._groups[group].form)
+        of_kind = self._groups[group]
+        return Place(group, self._kept(of_kind).index(layer_idx), of_kind.form)
 
     def spec(self) -> KVCacheSpec:
         return KVCacheSpec(
@@ -88,6 +100,7 @@ class CacheLayout:
                     entries_per_page=group.form.entries_per_page,
                     page_bytes=group.form.page_bytes,
                     resume=group.resume,
+                    held=None if self._held is None else self._kept(group),
                 )
                 for name, group in self._groups.items()
             ),

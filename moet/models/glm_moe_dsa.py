@@ -450,7 +450,7 @@ class GlmMoeDsa:
         return self.embed(token_ids)
 
     def _logits(self, hidden_states: Tensor) -> Tensor:
-        """Those of the last stage, on every stage. hidden_states: [n, hidden] of the rows wanted."""
+        """Those of the last stage, on every stage. hidden_states: [n, hidden], of rows wanted."""
         if self.head is None:
             logits = torch.empty(len(hidden_states), self.vocab_size)
         else:

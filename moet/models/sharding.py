@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from moet.errors import ConfigError
+from moet.errors import CheckpointError, ConfigError
 from moet.kernels.gemm import FP8_BLOCK, MAX_SLICES, slices_of
 from moet.kernels.moe import ExpertFormat, ExpertTable
 from moet.models.base import ExpertProvider, TensorSource
@@ -183,13 +183,14 @@ _SUFFIXES = (".weight", ".scale", ".weight_scale_inv")
 
 
 def row_of(table: Sequence[Row], name: str) -> Row:
-    """The line of a table that covers a tensor. Raises AssertionError unless exactly one does."""
+    """The first line of a table that covers a tensor. Raises CheckpointError if none does."""
     plain = name
     for suffix in _SUFFIXES:
         plain = plain.removesuffix(suffix)
-    found = [row for row in table if row.covers(plain)]
-    assert len(found) == 1, f"{name} is covered by {found}"
-    return found[0]
+    for row in table:
+        if row.covers(plain):
+            return row
+    raise CheckpointError(f"nobody has said how {name} is divided between ranks; use -tp 1")
 
 
 class PartSource(TensorSource, Protocol):

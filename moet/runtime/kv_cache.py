@@ -44,7 +44,7 @@ class KVCache:
         sizes = {"paged": num_pages, "ring": num_seq_slots}
         self.tensors: dict[str, Tensor] = {
             g.name: torch.zeros(
-                (len(g.layers), sizes[g.kind], g.page_bytes), dtype=torch.uint8, device=device
+                (len(g.held_layers), sizes[g.kind], g.page_bytes), dtype=torch.uint8, device=device
             )
             for g in spec.groups
         }
@@ -52,13 +52,14 @@ class KVCache:
         self._rings = [g for g in spec.groups if g.kind == "ring"]
         self._resumable = [g for g in self._rings if g.resume]
         self._blocks = torch.zeros((num_host_blocks, self.block_bytes), dtype=torch.uint8)
-        self._snapshots = torch.zeros((num_snapshots, resume_bytes(spec)), dtype=torch.uint8)
+        held_bytes = sum(group.held_bytes for group in self._resumable)
+        self._snapshots = torch.zeros((num_snapshots, held_bytes), dtype=torch.uint8)
 
     def pages_to_host(self, pages: Sequence[int], blocks: Sequence[int]) -> None:
         """Copy page pages[i] of every paged group into host block blocks[i]."""
         offset = 0
         for group in self._paged:
-            width = len(group.layers) * group.page_bytes
+            width = group.held_bytes
             taken = self.tensors[group.name][:, list(pages)]  # [layers, n, page_bytes]
             flat = taken.transpose(0, 1).reshape(len(pages), width)
             self._blocks[list(blocks), offset : offset + width] = flat.cpu()
@@ -69,9 +70,9 @@ class KVCache:
         offset = 0
         for group in self._paged:
             tensor = self.tensors[group.name]
-            width = len(group.layers) * group.page_bytes
+            width = group.held_bytes
             flat = self._blocks[list(blocks), offset : offset + width]
-            rows = flat.reshape(len(pages), len(group.layers), group.page_bytes)
+            rows = flat.reshape(len(pages), len(group.held_layers), group.page_bytes)
             tensor[:, list(pages)] = rows.transpose(0, 1).to(tensor.device)
             offset += width
 
@@ -137,7 +138,7 @@ class KVCache:
         offset = 0
         for group in groups:
             tensor = self.tensors[group.name]
-            width = len(group.layers) * group.page_bytes
-            rows = flat[offset : offset + width].reshape(len(group.layers), group.page_bytes)
+            width = group.held_bytes
+            rows = flat[offset : offset + width].reshape(-1, group.page_bytes)
             tensor[:, slot] = rows.to(tensor.device)
             offset += width
