@@ -28,6 +28,7 @@ from moet.models.deepseek_v4_tensors import ARTEFACTS
 from moet.models.deepseek_v4_tensors import tensor_inventory as v4_inventory
 from moet.models.glm_moe_dsa import GlmMoeDsa
 from moet.models.glm_moe_dsa_tensors import tensor_inventory as glm_inventory
+from moet.models.pack import Pack
 from moet.models.sharding import (
     DEEPSEEK_V4,
     GLM_MOE_DSA,
