@@ -246,7 +246,7 @@ class EngineCore:
         if not self._overlap:
             assert batch is not None
             self._at_work = batch
-            return self._apply(batch, self._runner.run(batch))
+            return self._apply(batch, self.run(batch))
         if batch is not None:
             self._in_flight.append((batch, self._launch(batch)))
         if self._in_flight and (batch is None or len(self._in_flight) > 1):
@@ -259,7 +259,11 @@ class EngineCore:
         if self._launcher is not None:
             return self._launcher.launch(batch)
         assert self._thread is not None
-        return self._thread.submit(self._runner.run, batch)
+        return self._thread.submit(self.run, batch)
+
+    def run(self, batch: Batch) -> StepResult:
+        """Carry out a batch and wait for it. Batches come one at a time, in order."""
+        return self._runner.run(batch)
 
     def _take_events(self) -> list[TokenEvent]:
         """Events that no step has made; if there are none, wait a moment for the disk."""

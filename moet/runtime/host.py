@@ -12,6 +12,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from itertools import count
 from time import monotonic
 from typing import Any, Literal, Protocol
@@ -43,6 +44,7 @@ from moet.types import FinishReason, Request, TokenEvent
 
 logger = logging.getLogger(__name__)
 
+IDLE_POLL_S = 1.0  # how often a core without work is asked whether it has some after all
 HostState = Literal["loading", "ready", "dead", "closed"]
 Progress = Callable[[str, float], None]
 """Called with a stage ("convert", "weights") and the done share of it, 0 to 1."""
@@ -72,7 +74,7 @@ class Inbox(Protocol):
     """Where the loop gets its commands."""
 
     def take(self, *, wait: bool) -> list[Command]:
-        """All commands that are there; with `wait`, at least one."""
+        """All commands that are there; with `wait`, at least one, or none after IDLE_POLL_S."""
         ...
 
 
@@ -323,7 +325,10 @@ class _QueueInbox:
         self.queue: queue.SimpleQueue[Command] = queue.SimpleQueue()
 
     def take(self, *, wait: bool) -> list[Command]:
-        commands = [self.queue.get()] if wait else []
+        commands = []
+        if wait:
+            with suppress(queue.Empty):
+                commands.append(self.queue.get(timeout=IDLE_POLL_S))
         while not self.queue.empty():
             commands.append(self.queue.get())
         return commands

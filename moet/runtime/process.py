@@ -20,7 +20,7 @@ import zmq
 
 from moet import log
 from moet.errors import EngineDeadError
-from moet.runtime.host import Build, Host, run_core
+from moet.runtime.host import IDLE_POLL_S, Build, Host, run_core
 from moet.runtime.messages import Command, Message
 
 logger = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class _SocketInbox:
 
     def take(self, *, wait: bool) -> list[Command]:
         commands: list[Command] = []
-        while self.socket.poll(None if wait and not commands else 0):
+        while self.socket.poll(1000 * IDLE_POLL_S if wait and not commands else 0):
             commands.append(self.decoder.decode(self.socket.recv()))
         return commands
 
