@@ -12,6 +12,7 @@ from moet.errors import ConfigError
 
 KVDtype = Literal["fp32", "bf16", "fp8", "nvfp4"]
 Precision = Literal["w2", "fp4"]
+Policy = Literal["w2", "gate", "fp4", "w2+hot"]
 Rounding = Literal["none", "deployed"]
 MAX_SPEC_TOKENS = 8  # the draft blocks were trained for 1 to 5
 
@@ -65,6 +66,48 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertConfig:
+    """Where routed experts live, and how exactly a request gets them.
+
+    policy None: what ModelSettings.precision says. `offered`: policies that a request may ask for
+    besides. Sizes None: all rows, as far as memory goes.
+    """
+
+    policy: Policy | None = None
+    offered: tuple[Policy, ...] = ()
+    tau: float = 0.6  # `gate` computes rows again whose likeliest token has at most this chance
+    prefill_precision: Precision | None = None  # of prompts; None: as the policy's own rows
+    pool_bytes: int | None = None  # slots on the device
+    fp4_pool_bytes: int | None = None  # the same for FP4 rows, where two formats are served
+    host_bytes: int | None = None  # rows in host memory
+    static_bytes: int = 0  # of the pool, for rows that never leave it and live nowhere else
+    disk: bool = True  # rows may be read from the pack while steps run
+    staging_bytes: int = 2 << 30  # that a prompt's experts pass through
+    num_readers: int = 4  # threads that read the pack
+    read_timeout_s: float = 30.0  # after which a row counts as unreadable
+    heat_file: str | None = None  # rows to begin with, written at the end; None: beside the packs
+    trace_file: str | None = None  # where what is asked for is recorded
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.tau <= 1, f"--gate-tau is {self.tau}; it must be from 0 to 1")
+        for flag, size in (
+            ("--expert-pool", self.pool_bytes),
+            ("--fp4-pool", self.fp4_pool_bytes),
+            ("--host-experts", self.host_bytes),
+        ):
+            _require(size is None or size > 0, f"{flag} is {size}; it must be positive, or auto")
+        _require(
+            self.read_timeout_s > 0,
+            f"--expert-read-timeout is {self.read_timeout_s}; it must be positive",
+        )
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether rows may be elsewhere than on the device."""
+        return self.pool_bytes is not None or self.fp4_pool_bytes is not None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerConfig:
     """How much runs at once and how much may wait."""
 
@@ -112,6 +155,28 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig:
+    """Over how many processes a model is divided, and how long each may be silent."""
+
+    tensor: int = 1  # ranks that share every layer
+    pipeline: int = 1  # stages that hold some of the layers each
+    hang_timeout_s: float = 15.0  # after which a rank without a sign of life ends the group
+
+    def __post_init__(self) -> None:
+        for flag, value in (("-tp", self.tensor), ("-pp", self.pipeline)):
+            _require(value >= 1, f"{flag} is {value}; it must be at least 1")
+        _require(self.tensor in (1, 2, 4), f"-tp is {self.tensor}; it must be 1, 2 or 4")
+        _require(
+            self.hang_timeout_s >= 1,
+            f"--hang-timeout is {self.hang_timeout_s}; it must be at least 1 second",
+        )
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor * self.pipeline
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
     """Everything the engine core needs to build itself: a model folder (checkpoint or pack)."""
 
@@ -119,6 +184,8 @@ class EngineConfig:
     settings: ModelSettings = field(default_factory=ModelSettings)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    experts: ExpertConfig = field(default_factory=ExpertConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     seed: int = 0  # for requests that bring none
 
 
@@ -157,6 +224,40 @@ def cache_dir() -> Path:
     """Where converted packs and the demo model live: $MOET_CACHE_DIR or ~/.cache/moet."""
     base = os.environ.get("MOET_CACHE_DIR")
     return Path(base) if base else Path.home() / ".cache" / "moet"
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """What torchrun, or whatever else starts the ranks of a group, tells each of them."""
+
+    rank: int
+    num_ranks: int
+    host: str
+    port: int
+    hosts_store: bool  # whether rank 0 opens the port; torchrun's agent does it otherwise
+    local_rank: int
+    attempt: str  # differs between restarts
+
+
+def launched() -> Launched | None:
+    """This process's place in a group that was started from outside, by torchrun's variables."""
+    given = os.environ
+    if "RANK" not in given or int(given.get("WORLD_SIZE", "1")) == 1:
+        return None
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in given]
+    _require(not missing, f"RANK is set, but {', '.join(missing)} is not; start with torchrun")
+    rank = int(given["RANK"])
+    agent_store = given.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    run_id = given.get("TORCHELASTIC_RUN_ID", "")
+    return Launched(
+        rank=rank,
+        num_ranks=int(given["WORLD_SIZE"]),
+        host=given["MASTER_ADDR"],
+        port=int(given["MASTER_PORT"]),
+        hosts_store=rank == 0 and not agent_store,
+        local_rank=int(given.get("LOCAL_RANK", rank)),
+        attempt=f"{run_id}.{given.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+    )
 
 
 def environment_with(variables: Mapping[str, str]) -> dict[str, str]:

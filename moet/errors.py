@@ -29,6 +29,10 @@ class CapacityError(MoetError):
     """No free page, sequence slot or expert slot. The scheduler waits or preempts."""
 
 
+class ExpertReadError(MoetError):
+    """A routed expert could not be read; names file and row. Ends the requests that need it."""
+
+
 class RequestError(MoetError):
     """The caller's fault (HTTP 400). `param` names the request field, `code` the OpenAI code."""
 

@@ -80,10 +80,50 @@ class LayerExperts(msgspec.Struct, frozen=True, kw_only=True):
     resident: list[bool]
 
 
+class LayerTier(msgspec.Struct, frozen=True, kw_only=True):
+    """What a layer has asked a tiered store for. num_streamed: rows that passed through staging;
+    num_bytes: copied to slots or through staging; stall_s: time that its step waited for them."""
+
+    layer: int
+    num_hits: int
+    num_misses: int
+    num_streamed: int
+    num_bytes: int
+    stall_s: float
+
+
+class TierStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A tiered store: sizes in rows, levels and counters."""
+
+    format: str
+    row_bytes: int
+    num_rows: int
+    num_slots: int
+    num_static: int
+    num_resident: int
+    num_host_places: int
+    num_host_rows: int
+    num_host_hits: int
+    num_disk_reads: int
+    num_disk_errors: int
+    disk_wait_s: float
+    layers: list[LayerTier]
+
+    def total(self, what: str) -> float:
+        """A counter of the layers, summed."""
+        return float(sum(getattr(layer, what) for layer in self.layers))
+
+
 class ExpertStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the routed experts are, and how often each was asked for."""
+    """Where the routed experts are, and how often each was asked for. tiers: stores that have
+    any; tau, num_gate_rows, num_gated_rows: of the policy `gate`, rows that it judged and those
+    that were computed again."""
 
     layers: list[LayerExperts]
+    tiers: list[TierStats] = []
+    tau: float = 0.0
+    num_gate_rows: int = 0
+    num_gated_rows: int = 0
 
 
 class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
