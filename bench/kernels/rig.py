@@ -1,0 +1,139 @@
+"""What the parts share: timing, the rows of the result, the read rate, random experts."""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from moet.kernels.cubin import Kernels
+from moet.kernels.layout import ExpertRows
+from moet.kernels.stream_experts import ExpertPool
+
+REPLAYS = 9
+DEVICE = torch.device("cuda")
+
+
+class ReadArgs(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("source", ctypes.c_void_p),
+        ("sink", ctypes.c_void_p),
+        ("count", ctypes.c_uint64),
+    ]
+
+
+@dataclass
+class Bench:
+    kernels: Kernels
+    error: Tensor
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    read_bytes_per_us: float = 1.0
+
+    def attempt(self, part: Callable[..., object], *args: object, **options: object) -> None:
+        """Run a part; one that fails is told and does not keep the others from running."""
+        try:
+            part(self, *args, **options)
+        except Exception as problem:
+            name = getattr(part, "__name__", str(part))
+            self.failures.append(f"{name} {args}: {problem}")
+            traceback.print_exc()
+        torch.cuda.empty_cache()
+
+    def time_us(self, calls: Sequence[Callable[[], object]]) -> float:
+        """Median time of one call, the calls captured back to back in one graph."""
+        for call in calls:
+            call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+        times = []
+        for _ in range(REPLAYS):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(end) * 1e3 / len(calls))
+        return statistics.median(times)
+
+    def streamed(self, op: str, shape: str, us: float, num_bytes: float, target: float) -> None:
+        """A row whose floor is the time that its bytes take to be read."""
+        share = 100 * num_bytes / us / self.read_bytes_per_us
+        note = f"{us:.1f} us for {num_bytes:,.0f} bytes"
+        self.add(f"{op}, {shape}", share, "% of read rate", "higher", 100.0, 100 * target, note)
+
+    def computed(self, op: str, shape: str, us: float, flops: float, target: float) -> None:
+        """A row whose figure is arithmetic."""
+        rate = flops / us / 1e6
+        self.add(f"{op}, {shape}", rate, "TFLOP/s", "higher", None, target, f"{us:.0f} us")
+
+    def add(
+        self,
+        case: str,
+        value: float,
+        unit: str,
+        better: str,
+        floor: float | None,
+        target: float,
+        note: str = "",
+    ) -> None:
+        """Keep a row of the result file and print it. A target of 0 is none."""
+        row = {
+            "case": case,
+            "value": value,
+            "unit": unit,
+            "better": better,
+            "floor": floor,
+            "target": target or None,
+            "note": note,
+        }
+        self.rows.append(row)
+        wanted = f" (target {target:.4g})" if target else ""
+        print(f"{case:52s} {value:.4g} {unit}{wanted} {note}", flush=True)
+
+
+def read_rate(bench: Bench) -> None:
+    """Bytes per microsecond that a kernel which only reads gets, at the best of several grids."""
+    source = torch.randint(0, 1 << 30, (1 << 29,), dtype=torch.int64, device=DEVICE)
+    for ctas_per_sm in (2, 3, 4, 8):
+        grid = ctas_per_sm * bench.kernels.num_sms
+        unit = grid * 512 * 8
+        words = (4 << 30) // 16 // unit * unit
+        args = ReadArgs(source.data_ptr(), bench.error.data_ptr(), words)
+        launch = partial(bench.kernels.launch, "read_buffer", threads=512, shared_bytes=0)
+        us = bench.time_us([partial(launch, grid=grid, args=args)] * 4)
+        bench.read_bytes_per_us = max(bench.read_bytes_per_us, words * 16 / us)
+    rate = bench.read_bytes_per_us / 1e6
+    bench.add("read, 4 GiB", rate, "TB/s", "higher", None, 0.0, "the 100 % of the other rows")
+
+
+def random_pool(format: ExpertRows, experts: int) -> ExpertPool:
+    """Random codes with plausible scales, made on the device."""
+    rows = torch.randint(
+        0, 256, (experts, format.row_bytes), dtype=torch.uint8, device=DEVICE
+    ).view(experts, format.num_sub_rows, -1)
+    start = sum(format.part_bytes[:3])
+    rows[:, :, start:] = torch.randint(
+        108, 120, rows[:, :, start:].shape, dtype=torch.uint8, device=DEVICE
+    )
+    base_rows = sum(n for n, _ in format.shapes)
+    bases = torch.full(
+        (experts, format.num_sub_rows, base_rows), 91, dtype=torch.uint8, device=DEVICE
+    )
+    return ExpertPool(format, rows.view(experts, -1), bases)
+
+
+def dense_pair(n: int, k: int) -> tuple[Tensor, Tensor]:
+    """A random fp8 weight [n, k] and its block scales."""
+    weight = torch.randint(0, 0x60, (n, k), dtype=torch.uint8)
+    return weight, torch.full((-(-n // 128), -(-k // 128)), 2.0**-12)
