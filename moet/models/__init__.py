@@ -9,6 +9,7 @@ from moet.errors import ConfigError
 
 if TYPE_CHECKING:
     from moet.config import KVDtype, ModelSettings
+    from moet.kernels.device_gemm import Device
     from moet.models.base import Model, TensorSource
 
 
@@ -18,12 +19,13 @@ def _deepseek_v4(
     settings: ModelSettings,
     kv_dtype: KVDtype,
     num_spec_tokens: int,
+    gpu: Device | None,
 ) -> Model:
     from moet.models.deepseek_v4 import DeepseekV4
     from moet.models.deepseek_v4_config import DeepseekV4Config
 
     config = DeepseekV4Config.from_dict(raw_config)
-    return DeepseekV4.load(config, source, settings, kv_dtype, num_spec_tokens)
+    return DeepseekV4.load(config, source, settings, kv_dtype, num_spec_tokens, gpu=gpu)
 
 
 def _glm_moe_dsa(
@@ -32,11 +34,14 @@ def _glm_moe_dsa(
     settings: ModelSettings,
     kv_dtype: KVDtype,
     num_spec_tokens: int,
+    gpu: Device | None,
 ) -> Model:
     from moet.models.glm_moe_dsa import GlmMoeDsa
     from moet.models.glm_moe_dsa_config import GlmMoeDsaConfig
 
     config = GlmMoeDsaConfig.from_dict(raw_config)
+    if gpu is not None:
+        raise ConfigError("GLM-5.2 runs on the reference ops only so far; use --device cpu")
     return GlmMoeDsa.load(config, source, settings, kv_dtype, num_spec_tokens)
 
 
@@ -53,9 +58,11 @@ def load_model(
     settings: ModelSettings,
     kv_dtype: KVDtype,
     num_spec_tokens: int = 0,
+    gpu: Device | None = None,
 ) -> Model:
     """Build the model that a parsed config.json names, reading everything but routed experts.
 
+    gpu: where it goes, of settings.arch; None for the reference ops.
     Raises ConfigError for an unknown architecture or config, CheckpointError for bad tensors.
     """
     architectures = raw_config.get("architectures") or [None]
@@ -65,4 +72,4 @@ def load_model(
             f"config.json names the architecture {architectures[0]!r}; moet runs "
             f"{', '.join(LOADERS)}"
         )
-    return loader(raw_config, source, settings, kv_dtype, num_spec_tokens)
+    return loader(raw_config, source, settings, kv_dtype, num_spec_tokens, gpu)

@@ -271,6 +271,22 @@ def _footprint(
     )
 
 
+def release_of(raw_config: Mapping[str, Any]) -> Release:
+    """The published form that a parsed config.json belongs to.
+
+    Raises ConfigError for an unknown architecture.
+    """
+    architecture = (raw_config.get("architectures") or [None])[0]
+    if architecture == DEEPSEEK_V4:
+        config = DeepseekV4Config.from_dict(raw_config)
+        return DeepseekV4Release(config, _artefact(config))
+    if architecture == GLM:
+        return GlmMoeDsaRelease(GlmMoeDsaConfig.from_dict(raw_config), _flavour(raw_config))
+    raise ConfigError(
+        f"config.json names the architecture {architecture!r}; moet runs {DEEPSEEK_V4}, {GLM}"
+    )
+
+
 def _artefact(config: DeepseekV4Config) -> Artefact:
     if config.has_dspark:
         return RELEASE_0731

@@ -54,15 +54,19 @@ def tensor_bytes(
         gate = part[spec.name.removesuffix(_HASH_TABLE) + "weight"]
         yield _hash_table(spec, words, num_experts=gate.shape[0]).data
         return
-    weight = _weight_of(spec, part)
-    if weight is None:
-        table = _table(spec)
-    else:
-        table = _nvfp4_table(spec, weight) if weight.dtype == "U8" else _scale_table(spec, weight)
+    table = element_table(spec, part)
     total = prod(spec.shape)
     for start in range(0, total, _CHUNK_ELEMENTS):
         count = min(_CHUNK_ELEMENTS, total - start)
         yield table[_random_u16(words, count)].data.cast("B")
+
+
+def element_table(spec: TensorSpec, part: Mapping[str, TensorSpec]) -> NDArray[np.generic]:
+    """Elements of which a tensor's are drawn, all as likely: [65536] of the dtype's width."""
+    weight = _weight_of(spec, part)
+    if weight is None:
+        return _table(spec)
+    return _nvfp4_table(spec, weight) if weight.dtype == "U8" else _scale_table(spec, weight)
 
 
 def _weight_of(spec: TensorSpec, part: Mapping[str, TensorSpec]) -> TensorSpec | None:
