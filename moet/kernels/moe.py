@@ -156,8 +156,8 @@ def expert_mixture(
     x: [n, D] fp32 or bf16. expert_ids: [n, top_k] int64, distinct in a row and resident in table.
     weights: [n, top_k] fp32; weigh_output applies them to the experts' outputs instead of their
     hidden values. round_activations: e4m3 per 128 inputs before each product. The last product is
-    made in num_slices of its inputs; for each slice the sum runs over a row's choices in order, then
-    by tree over the slices, all in fp32. Returns [n, D] fp32.
+    made in num_slices of its inputs; for each slice the sum runs over a row's choices in order,
+    then by tree over the slices, all in fp32. Returns [n, D] fp32.
     """
     num_rows, top_k = expert_ids.shape
     choices: dict[int, list[int]] = {}  # expert -> places in the flattened ids

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,8 +11,10 @@ from torch import Tensor
 from moet.kernels.layout import ExpertRows
 from moet.kernels.moe import ExpertTable
 from moet.models.expert_encoder import Tier
-from moet.models.pack import Pack
 from moet.models.progress import ProgressCallback, ProgressMeter
+
+if TYPE_CHECKING:
+    from moet.models.pack import Pack
 
 
 class ResidentExpertStore:
