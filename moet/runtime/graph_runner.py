@@ -82,7 +82,13 @@ class StepOutput:
 
 
 class PendingStep(Protocol):
-    """A launched step."""
+    """A launched step, and when it begins and ends on the device."""
+
+    @property
+    def started(self) -> Moment: ...
+
+    @property
+    def ended(self) -> Moment: ...
 
     def result(self) -> StepOutput:
         """Wait for the step. Must be called once, in the order of the launches."""
@@ -236,6 +242,10 @@ class GraphRunner:
         num_rows = [row.num_tokens for row in rows]
         self._num_launched += 1
         return _Pending(self, self._num_launched - 1, num_rows, out, reports, started, ended)
+
+    def step_of(self, shape: Shape) -> StepTensors:
+        """The tensors that a shape's graph reads and writes."""
+        return self._steps[shape.num_seqs, shape.num_rows]
 
     def read(self, number: int) -> None:
         """A step's results have been taken out of the ring."""

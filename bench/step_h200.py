@@ -1,0 +1,358 @@
+"""One command for the figures of a V4-Flash step at full size on one GPU, with dummy weights.
+
+    python -m bench.step_h200 [--quick] [--layers N] [--commit X] [--out FILE]
+
+Makes the weights on the device, then times decode steps by streams, rows and context, prompts, the
+engine's own loop, a decoding user beside a long prompt, and every op of a step against its bytes.
+Each part stands alone: one that fails is told of and the others go on. The file is written after
+every part. `--quick` leaves out what takes long; `--layers` takes the first layers only, to try
+things: its figures are for no table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean, median
+from time import perf_counter
+
+import torch
+
+from moet.bench.device_rig import DeviceRig, StepTimes
+from moet.bench.device_step import OpRecorder, profile_kernels, read_rate, time_ops
+from moet.bench.results import Row, report, write
+from moet.bench.rig import Shape
+from moet.config import CacheConfig, ModelSettings, SchedulerConfig
+from moet.kernels.device_gemm import Device
+from moet.kernels.registry import watching
+from moet.models.dummy import DummyOptions
+from moet.models.synthetic import MODEL_NAME
+from moet.runtime.core import EngineCore
+from moet.runtime.device_runner import Placement
+from moet.runtime.dummy import DummyModel, dummy_model, open_device, preset_config
+from moet.runtime.queues import CudaGraphs, CudaQueue, uncaptured
+from moet.types import Request, SamplingParams, TokenEvent
+
+RESULTS = Path(__file__).parent / "results" / "step.json"
+GIB = 1 << 30
+CONTEXT = 1024
+SKEW, SEED = 0.5, 0
+# streams, rows of each: floor and target in ms.
+DECODE = {(1, 1): (2.1, 3.5), (1, 3): (2.9, 4.7), (8, 1): (4.6, 7.5), (32, 1): (10.8, 18.0)}
+LONG = {131072: 1.15, 524288: 1.4}  # context: most that a step may take, against CONTEXT
+PROMPT_RATE = 20_000  # tokens/s
+BESIDE_TOKENS = 100_000
+
+
+@dataclass
+class Bench:
+    """What was found so far, and where it goes."""
+
+    out: Path
+    command: str
+    commit: str
+    more: dict[str, object]
+    rows: list[Row] = field(default_factory=list)
+    faults: dict[str, str] = field(default_factory=dict)
+
+    def add(
+        self,
+        case: str,
+        value: float,
+        unit: str,
+        *,
+        better: str = "lower",
+        floor: float | None = None,
+        target: float | None = None,
+        note: str = "",
+    ) -> None:
+        assert better in ("lower", "higher")
+        row = Row(
+            case=case,
+            value=round(value, 4),
+            unit=unit,
+            better="lower" if better == "lower" else "higher",
+            floor=floor,
+            target=target,
+            note=note,
+        )
+        self.rows.append(row)
+        goal = "" if target is None else f"  target {target:g}"
+        print(f"{case:<58} {value:>12.4f} {unit:<9}{goal}  {note}", flush=True)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """A part that may fail without the others."""
+        began_s = perf_counter()
+        print(f"--- {name}", flush=True)
+        try:
+            yield
+        except Exception as error:
+            self.faults[name] = f"{type(error).__name__}: {error}"
+            print(f"FAILED {name}\n{traceback.format_exc(limit=-6)}", flush=True)
+        print(f"    {name}: {perf_counter() - began_s:.1f} s", flush=True)
+        gc.collect()
+        self.write()
+
+    def write(self) -> None:
+        hardware = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+        content = report(self.command, self.rows, hardware=hardware, more=self.more)
+        content["commit"] = self.commit or content["commit"]
+        content["faults"] = self.faults
+        write(self.out, content)
+
+
+def decode_rows(bench: Bench, rig: DeviceRig, num_steps: int) -> dict[tuple[int, int], StepTimes]:
+    """Steps by streams and rows, at the usual context."""
+    found = {}
+    for (num_seqs, num_rows), (floor, target) in DECODE.items():
+        case = f"decode, {num_seqs} streams, {num_rows} rows, context {CONTEXT}"
+        with bench.part(case):
+            shape = Shape(num_seqs=num_seqs, num_rows=num_rows, context=CONTEXT)
+            times = found[num_seqs, num_rows] = rig.time_steps(shape, num_steps)
+            note = f"{1e3 * num_seqs / times.period_ms:.0f} steps x streams/s; period "
+            note += f"{times.period_ms:.3f} ms; launching takes the host {times.host_us:.0f} us"
+            bench.add(case, times.step_ms, "ms/step", floor=floor, target=target, note=note)
+            bench.add(f"gap between steps, {case}", times.gap_us, "us", floor=0, target=20)
+    return found
+
+
+def long_rows(bench: Bench, rig: DeviceRig, base_ms: float, num_steps: int) -> None:
+    """A step at long contexts against one at the usual context."""
+    for context, target in LONG.items():
+        case = f"decode, 1 streams, 1 rows, context {context}"
+        with bench.part(case):
+            shape = Shape(num_seqs=1, num_rows=1, context=context)
+            times = rig.time_steps(shape, num_steps)
+            bench.add(case, times.step_ms, "ms/step")
+            ratio = times.step_ms / base_ms
+            bench.add(f"{case}, against {CONTEXT}", ratio, "x", floor=1, target=target)
+
+
+def prompt_rows(bench: Bench, rig: DeviceRig, sizes: dict[int, float | None], chunk: int) -> None:
+    """Prompts of one sequence, in chunks."""
+    for num_tokens, target in sizes.items():
+        case = f"prompt of {num_tokens} tokens, chunks of {chunk}"
+        with bench.part(case):
+            times_s = [rig.time_prompt(num_tokens, chunk) for _ in range(3 if target else 1)]
+            taken_s = median(times_s)
+            note = f"{1e3 * taken_s:.1f} ms; first run {1e3 * times_s[0]:.1f} ms"
+            rate = num_tokens / taken_s
+            bench.add(case, rate, "tokens/s", better="higher", target=target, note=note)
+
+
+def op_rows(bench: Bench, rig: DeviceRig, recorder: OpRecorder, shape: Shape) -> None:
+    """Every op of a step against its bytes, then the kernels that a step launches."""
+    case = f"{shape.num_seqs} streams, {shape.num_rows} rows"
+    queue = rig.queue
+    assert isinstance(queue, CudaQueue)
+    with bench.part(f"kernels of a step, {case}"):
+        kernels = profile_kernels(lambda: rig.replay(shape))
+        launches = sum(kernel.num_launches for kernel in kernels)
+        target = 700.0 if (shape.num_seqs, shape.num_rows) == (1, 1) else None
+        total = sum(kernel.time_us for kernel in kernels)
+        note = f"{total / 1e3:.3f} ms in all"
+        bench.add(f"kernels of a step, {case}", launches, "launches", target=target, note=note)
+        for kernel in kernels[:40]:
+            name = kernel.name.replace("(anonymous namespace)::", "")[:70]
+            note = f"{kernel.num_launches:.0f} launches"
+            bench.add(f"kernel {name}, {case}", kernel.time_us, "us/step", note=note)
+    with bench.part(f"ops of a step, {case}"):
+        rate = read_rate(queue, CudaGraphs(queue))
+        bench.more["read_bytes_per_s"] = rate
+        record(rig, recorder, shape)
+        total_ms = moved = 0.0
+        for cost in time_ops(recorder, queue, CudaGraphs(queue)):
+            floor_ms = round(1e3 * cost.num_bytes / rate, 4)
+            note = f"{cost.num_calls} calls, {cost.num_bytes / 1e6:.1f} MB"
+            bench.add(f"op {cost.name}, {case}", cost.time_ms, "ms/step", floor=floor_ms, note=note)
+            total_ms, moved = total_ms + cost.time_ms, moved + cost.num_bytes
+        floor_ms = round(1e3 * moved / rate, 4)
+        bench.add(f"all ops of a step, {case}", total_ms, "ms/step", floor=floor_ms)
+    recorder.calls.clear()
+
+
+def record(rig: DeviceRig, recorder: OpRecorder, shape: Shape) -> None:
+    """Keep the calls of one step, launched piece by piece."""
+    graphs = rig.graphs
+    key = graphs.shape_for(shape.num_seqs, shape.num_rows, shape.context + shape.num_rows)
+    step = graphs.step_of(key)
+    with rig.queue.working(), torch.inference_mode():
+        rows = step.rows(graphs.page_table[:, : key.num_pages], graphs.page_size)
+        tokens = step.tokens(graphs.state)
+
+        def work() -> None:
+            rig.model.compute(tokens, rows, None, graphs.kv, graphs.experts)
+
+        work()
+        recorder.record(work)
+        torch.cuda.synchronize()
+
+
+class Loop:
+    """An engine core at work on the same weights."""
+
+    def __init__(self, made: DummyModel, placement: Placement, **scheduler: object) -> None:
+        model = made.model
+        page_bytes = model.kv_cache_spec().bytes_per_page
+        self.core = EngineCore(
+            model,
+            made.experts,
+            cache=CacheConfig(
+                budget_bytes=800 * page_bytes,
+                host_budget_bytes=4 * page_bytes,
+                snapshot_budget_bytes=1,
+                prefix_cache="off",
+            ),
+            scheduler=SchedulerConfig(**scheduler),  # type: ignore[arg-type]
+            precision="w2",
+            vocab_size=model.vocab_size,
+            seed=0,
+            placement=placement,
+        )
+
+    def submit(self, name: str, num_prompt: int, max_tokens: int) -> None:
+        ids = torch.randint(1000, 60_000, (num_prompt,)).tolist()
+        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens)
+        self.core.submit(Request(request_id=name, prompt_token_ids=ids, params=params))
+
+    def step(self) -> list[TokenEvent]:
+        events = self.core.step()
+        for event in events:
+            if event.error:
+                raise RuntimeError(event.error)
+        return events
+
+    def token_times(self, name: str, until: Callable[[list[TokenEvent]], bool]) -> list[float]:
+        """Moments of one request's tokens, from now on until an event says stop."""
+        times: list[float] = []
+        while True:
+            events = self.step()
+            times += [perf_counter() for event in events if event.request_id == name]
+            if until(events):
+                return times
+
+    def ended(self, name: str) -> Callable[[list[TokenEvent]], bool]:
+        return lambda events: any(e.request_id == name and e.finish_reason for e in events)
+
+
+def engine_rows(bench: Bench, made: DummyModel, device: Device, *, beside: bool) -> None:
+    """The engine's loop: alone, and beside a long prompt."""
+    with bench.part("engine loop"):
+        began_s = perf_counter()
+        queue = CudaQueue()
+        loop = Loop(
+            made,
+            Placement(queue, CudaGraphs(queue), device.error),
+            max_num_seqs=2,
+            max_num_batched_tokens=2048,
+            prefill_share=0.4,
+        )
+        bench.add("engine start with weights loaded", perf_counter() - began_s, "s")
+        loop.submit("alone", CONTEXT, 200)
+        times = loop.token_times("alone", loop.ended("alone"))[20:]
+        between = [1e3 * (b - a) for a, b in pairwise(times)]
+        alone_ms = mean(between)
+        note = f"median {median(between):.3f} ms, longest {max(between):.3f} ms"
+        bench.add("engine loop, 1 stream, time a token", alone_ms, "ms", note=note)
+    if not beside:
+        return
+    with bench.part("a decoding user beside a long prompt"):
+        loop.submit("user", CONTEXT, 60_000)
+        loop.token_times("user", lambda events: len(events) > 0)
+        loop.submit("long", BESIDE_TOKENS, 1)
+        began_s = perf_counter()
+        times = loop.token_times("user", loop.ended("long"))
+        taken_s = perf_counter() - began_s
+        between = sorted(1e3 * (b - a) for a, b in pairwise(times))
+        share = alone_ms / mean(between)
+        case = f"user beside a prompt of {BESIDE_TOKENS} tokens"
+        bench.add(f"{case}, share of the rate alone", share, "x", better="higher", target=0.6)
+        p99 = between[int(0.99 * (len(between) - 1))]
+        bench.add(f"{case}, p99 between tokens", p99, "ms", target=100)
+        rate = BESIDE_TOKENS / taken_s
+        bench.add(f"{case}, prompt", rate, "tokens/s", better="higher", target=4000)
+        loop.core.abort("user")
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s", stream=sys.stdout)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="what takes less than 150 s")
+    parser.add_argument("--layers", type=int, help="take the first ones only")
+    parser.add_argument("--steps", type=int, default=40, help="timed steps of each row")
+    parser.add_argument("--eager", action="store_true", help="capture no graphs, to find faults")
+    parser.add_argument("--commit", default="", help="what to call the sources that are measured")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    device = open_device()
+    if device is None:
+        parser.error("there is no GPU that kernels were built for")
+    began_s = perf_counter()
+    recorder = OpRecorder()
+    settings = ModelSettings(arch=device.arch, rounding="deployed", precision="w2")
+    raw = preset_config(MODEL_NAME, "full", args.layers)
+    with watching(recorder.watch):
+        options = DummyOptions(seed=SEED, skew=SKEW)
+        made = dummy_model(raw, settings, device, num_spec_tokens=2, options=options)
+    torch.cuda.synchronize()
+    bench = Bench(
+        args.out,
+        " ".join(["python -m bench.step_h200", *sys.argv[1:]]),
+        args.commit,
+        {
+            "model": f"{MODEL_NAME}, {raw['num_hidden_layers']} layers, w2, fp8 KV, dummy weights "
+            f"of seed {SEED} and skew {SKEW} (moet/models/dummy.py)",
+            "weights_bytes": torch.cuda.memory_allocated(),
+        },
+    )
+    note = f"{torch.cuda.memory_allocated() / GIB:.1f} GiB"
+    bench.add("making the weights", perf_counter() - began_s, "s", note=note)
+    queue = CudaQueue()
+    capture = uncaptured if args.eager else CudaGraphs(queue)
+    placement = Placement(queue, capture, device.error)
+    rig = None
+    with bench.part("state and prompts of 32 sequences"):
+        longest = CONTEXT if args.quick else max(LONG)
+        rig = DeviceRig(
+            made.model,  # type: ignore[arg-type]
+            made.experts,
+            placement,
+            num_seqs=max(streams for streams, _ in DECODE),
+            num_rows=max(rows for _, rows in DECODE),
+            longest=max(longest, 8192),
+            others=CONTEXT,
+        )
+        rig.fill()
+    if rig is None:
+        return
+    found = decode_rows(bench, rig, args.steps)
+    prompt_rows(bench, rig, {8192: PROMPT_RATE}, 8192)
+    prompt_rows(bench, rig, {8192: None}, 2048)
+    op_rows(bench, rig, recorder, Shape(num_seqs=1, num_rows=1, context=CONTEXT))
+    if not args.quick:
+        for shape in ((1, 3), (32, 1)):
+            one = Shape(num_seqs=shape[0], num_rows=shape[1], context=CONTEXT)
+            op_rows(bench, rig, recorder, one)
+        if (1, 1) in found:
+            long_rows(bench, rig, found[1, 1].step_ms, args.steps)
+        prompt_rows(bench, rig, {450_000: None}, 8192)
+    del rig
+    gc.collect()
+    engine_rows(bench, made, device, beside=not args.quick)
+    bench.add("all of this", perf_counter() - began_s, "s")
+    bench.write()
+    print(f"faults: {bench.faults}" if bench.faults else "no faults", flush=True)
+
+
+if __name__ == "__main__":
+    main()
