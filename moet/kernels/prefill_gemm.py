@@ -28,12 +28,21 @@ from moet.kernels.stream_gemm import (
 
 LARGE_SHARED_BYTES = 200_000  # from which on a CTA has room for 128 tokens
 THREADS = 384
-MULTIPLYING_THREADS = 256
+# Stages of tokens and places of weights, as `csrc/prefill_gemm.cu` lists them: large, small device.
+DEPTHS: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
+    "w2_swiglu": ((4, 6), (2, 3)),
+    "w2_bf16": ((4, 5), (2, 2)),
+    "mxfp4_swiglu": ((3, 4), (2, 2)),
+    "mxfp4_bf16": ((3, 4), (2, 2)),
+    "fp8_swiglu": ((3, 3), (2, 0)),
+    "fp8_bf16": ((3, 3), (3, 0)),
+    "bf16_bf16": ((3, 3), (3, 0)),
+}
 
 
 class TileArgs(ctypes.Structure):
     _fields_: ClassVar = [
-        *((name, ctypes.c_void_p) for name in ("x", "tiles", "scales", "entries")),
+        *((name, ctypes.c_void_p) for name in ("x", "tiles", "entries")),
         *((name, ctypes.c_void_p) for name in ("num_entries", "pairs")),
         *((name, ctypes.c_int32) for name in ("num_rows", "x_divisor", "k")),
         *((name, ctypes.c_int32) for name in ("ld_x", "chunks", "tokens")),
@@ -44,11 +53,12 @@ class TileArgs(ctypes.Structure):
 class Tiles:
     """Activations cut into tiles, as the kernel's copies take them.
 
-    data: uint8 [tiles, chunks, rows * 128]; scales: fp32 [tiles, chunks, rows], None for bf16.
+    data: uint8 [tiles, chunks, rows * 132]: the fp32 scales of a chunk's rows, then their e4m3
+    bytes; for bf16 [tiles, chunks, rows * 128], without scales. Rows past a tile's end are not
+    written, except up to a multiple of 8.
     """
 
     data: Tensor
-    scales: Tensor | None
     k: int
 
 
@@ -58,7 +68,8 @@ def tile_rows(launcher: Launcher) -> int:
 
 
 def plan_rows(expert_ids: Tensor, slot_of: Tensor, rows: int) -> Work:
-    """The work list of `stream_experts.plan`, for any number of pairs, in torch operations.
+    """A work list for any number of pairs, in torch operations: as few entries of at most `rows`
+    as each expert's pairs allow, all but its last of the same size, a multiple of 8.
 
     expert_ids: [T, top_k] int64, every one in range; slot_of: [num_experts] int64. No host sync.
     """
@@ -70,11 +81,12 @@ def plan_rows(expert_ids: Tensor, slot_of: Tensor, rows: int) -> Work:
     counts = counts - torch.searchsorted(sorted_ids, every)  # no host sync, unlike bincount
     starts = counts.cumsum(0) - counts
     tiles = (counts + rows - 1) // rows
+    sizes = (counts + 8 * tiles.clamp(min=1) - 1) // (8 * tiles.clamp(min=1)) * 8
     ends = tiles.cumsum(0)
     places = torch.arange(experts + flat.numel() // rows, device=flat.device)
     expert = torch.searchsorted(ends, places, right=True).clamp(max=experts - 1)
-    offset = rows * (places - ends[expert] + tiles[expert])
-    count = (counts[expert] - offset).clamp(max=rows)
+    offset = sizes[expert] * (places - ends[expert] + tiles[expert])
+    count = torch.minimum(counts[expert] - offset, sizes[expert])
     entries = torch.stack([slot_of[expert], expert, starts[expert] + offset, count], dim=1)
     as_int = torch.int32
     return Work(entries.to(as_int).contiguous(), ends[-1:].to(as_int), pairs.to(as_int))
@@ -91,11 +103,9 @@ def make_tiles(
     rows, (num_rows, k) = tile_rows(launcher), x.shape
     chunks = -(-k // 128) * (1 if fp8 else 2)  # planes are padded to 128 columns
     count = -(-num_rows // rows) if work is None else work.entries.shape[0]
-    data = torch.empty(count, chunks, rows * 128, dtype=torch.uint8, device=x.device)
-    scales = None
-    if fp8:
-        scales = torch.empty(count, chunks, rows, dtype=torch.float32, device=x.device)
-    args = TileArgs(x.data_ptr(), data.data_ptr(), pointer(scales))
+    row_bytes = 132 if fp8 else 128
+    data = torch.empty(count, chunks, rows * row_bytes, dtype=torch.uint8, device=x.device)
+    args = TileArgs(x.data_ptr(), data.data_ptr())
     if work is not None:
         args.entries, args.num_entries = work.entries.data_ptr(), work.num_entries.data_ptr()
         args.pairs = work.pairs.data_ptr()
@@ -103,25 +113,29 @@ def make_tiles(
     args.chunks, args.tokens = chunks, rows
     if count and num_rows:
         launcher.launch(
-            f"tile_rows_{'fp8' if fp8 else 'bf16'}",
+            f"lay_tiles_{'fp8' if fp8 else 'bf16'}",
             grid=min(count * chunks, 8 * launcher.num_sms),
             threads=256,
             shared_bytes=0,
             args=args,
         )
-    return Tiles(data, scales, k)
+    return Tiles(data, k)
 
 
-def _shared_bytes(codec: str, rows: int, waiting: int, launcher: Launcher) -> int:
-    """Barriers, ring and waiting sums; the tile and depth of `csrc/prefill_gemm.cu`."""
-    deep = 4 if codec == "w2" else 3
-    stages = deep if rows == 128 else 2
-    stage = rows * 128 + 8 * CHUNK_BYTES[codec] + rows * 4 * (codec != "bf16")
-    total = 128 + stages * stage + waiting * rows // 2 * MULTIPLYING_THREADS * 4
-    if total > launcher.max_shared_bytes:
+def _shared_bytes(codec: str, output: str, rows: int, waiting: int, most: int) -> int:
+    """Barriers, stages of tokens, places of weights, and waiting sums (for SwiGLU, and what the
+    warpgroups exchange). Raises UnsupportedError if that is more than `most`."""
+    stages, depth = DEPTHS[f"{codec}_{output}"][rows < 128]
+    words = {"fp8": 64, "bf16": 0}.get(codec, 2048 if rows == 128 else 1024)
+    sums = rows // 2 * 128 * 4  # of a warpgroup
+    total = 128 + stages * rows * (128 if codec == "bf16" else 132)
+    total += depth * (8 * CHUNK_BYTES[codec] + words) + 2 * waiting * sums
+    if output == "swiglu":
+        total += sums + 2 * (rows // 2 * 144 + rows * 8)
+    if total > most:
         raise UnsupportedError(
             f"prefill GEMM with {codec} weights: {total} bytes of shared memory needed, the device "
-            f"has {launcher.max_shared_bytes}"
+            f"has {most}"
         )
     return total
 
@@ -130,14 +144,16 @@ def _run(
     launcher: Launcher, name: str, codec: str, args: StreamArgs, tiles: Tiles, *, half: int
 ) -> None:
     args.mask_high, args.mask_w2_base = 0x88888888, 0x44444444
-    args.x, args.x_scale, args.k = tiles.data.data_ptr(), pointer(tiles.scales), tiles.k
+    args.x, args.k = tiles.data.data_ptr(), tiles.k
     args.first_half_stages = half
     waiting = 2 if args.segments > 1 or args.slices > 1 else 1
     launcher.launch(
         f"prefill_{codec}_{name}",
         grid=max(1, min(tiles.data.shape[0] * args.tiles, launcher.num_sms)),
         threads=THREADS,
-        shared_bytes=_shared_bytes(codec, tile_rows(launcher), waiting, launcher),
+        shared_bytes=_shared_bytes(
+            codec, name, tile_rows(launcher), waiting, launcher.max_shared_bytes
+        ),
         args=args,
     )
 

@@ -1,22 +1,81 @@
-// Instances of the prefill GEMM. Shared memory decides the tile: 128 tokens on sm_90a, 64 on sm_120a.
+// Activations cut into tiles, and instances of the prefill GEMM. Shared memory decides the tile: 128
+// tokens on sm_90a, 64 on sm_120a.
 #include "prefill_gemm.cuh"
 
-#if MOET_SM == 90
-constexpr int GROUPS = 16, DEPTH = 4, DEPTH_FP4 = 3;
-#else
-constexpr int GROUPS = 8, DEPTH = 2, DEPTH_FP4 = 2;
-#endif
+struct TileArgs {
+  const uint16_t* x;     // [rows, k] bf16
+  uint8_t* tiles;        // [entry, chunk]: scales of the tokens (e4m3), [token group, 16-byte block, token, 16]
+  const Entry* entries;  // null: entry e is rows e * tokens ..
+  const int* num_entries;
+  const int* pairs;
+  int num_rows, x_divisor, k, ld_x, chunks, tokens;
+};
 
-#define PREFILL(name, codec, epilogue, depth)                 \
-  KERNEL(PREFILL_THREADS, 1) name(GRID_CONSTANT StreamArgs args) {    \
-    PrefillGemm<codec, GROUPS, epilogue, depth>(args).run();  \
-  }                                                           \
+// A tile's chunk: 128 bytes of each of its tokens, as a shared-memory operand lies. Eight lanes take
+// eight tokens, four lanes the 32-byte blocks of a token. FP8: 128 columns with one scale; else 64 bf16.
+// Groups of eight without a token are left as they are.
+template <bool SCALED>
+DEVICE void lay_chunk(const TileArgs& p, int item) {
+  int e = item / p.chunks, chunk = item - e * p.chunks;
+  Entry t = {0, 0, e * p.tokens, p.num_rows - e * p.tokens};
+  if (p.entries) t = p.entries[e];
+  int lane = threadIdx.x & 31, block = lane >> 3;
+  uint8_t* stage = p.tiles + uint64_t(item) * p.tokens * (SCALED ? 132 : 128);
+  for (int first = (threadIdx.x >> 5) * 8; first < p.tokens && first < t.count; first += 64) {
+    int token = first + (lane & 7);
+    int column = chunk * (SCALED ? 128 : 64) + block * (SCALED ? 32 : 16);
+    bool valid = token < t.count && column < p.k;
+    int row = 0;
+    if (valid) row = (p.pairs ? p.pairs[t.first + token] : t.first + token) / p.x_divisor;
+    const uint16_t* from = p.x + uint64_t(row) * p.ld_x + (valid ? column : 0);
+    uint4 a, b;
+    uint8_t* to = stage + uint64_t(first) * 128 + block * 256 + (lane & 7) * 16;
+    if constexpr (SCALED) {
+      uint32_t words[16];
+      load_bf16x32(from, valid, words);
+      float amax = largest_of(words);
+      amax = larger(amax, shuffle_xor(amax, 8));
+      amax = larger(amax, shuffle_xor(amax, 16));
+      int exponent = activation_exponent(amax);
+      quantise_words(words, power_of_two(-exponent), a, b);
+      if (block == 0) reinterpret_cast<float*>(stage)[token] = power_of_two(exponent);
+      to += p.tokens * 4;
+    } else {
+      uint4 u = {0, 0, 0, 0}, v = u;
+      if (valid) u = reinterpret_cast<const uint4*>(from)[0], v = reinterpret_cast<const uint4*>(from)[1];
+      a = {u.x, u.z, v.x, v.z};
+      b = {u.y, u.w, v.y, v.w};
+    }
+    *reinterpret_cast<uint4*>(to) = a;
+    *reinterpret_cast<uint4*>(to + 128) = b;
+  }
+}
+
+template <bool SCALED>
+DEVICE void lay_all(const TileArgs& p) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  int entries = p.entries ? *p.num_entries : (p.num_rows + p.tokens - 1) / p.tokens;
+  for (int i = blockIdx.x; i < entries * p.chunks; i += gridDim.x) lay_chunk<SCALED>(p, i);
+}
+KERNEL(256, 4) lay_tiles_fp8(GRID_CONSTANT TileArgs p) { lay_all<true>(p); }
+LAUNCHABLE(lay_tiles_fp8, TileArgs, 256)
+KERNEL(256, 4) lay_tiles_bf16(GRID_CONSTANT TileArgs p) { lay_all<false>(p); }
+LAUNCHABLE(lay_tiles_bf16, TileArgs, 256)
+
+// Stages of tokens and places of weights, on sm_90a and on sm_120a.
+#define PREFILL(name, codec, epilogue, stages_90, depth_90, stages_120, depth_120)               \
+  KERNEL(PREFILL_THREADS, 1) name(GRID_CONSTANT StreamArgs args) {                               \
+    PrefillGemm<codec, MOET_SM == 90 ? 16 : 8, epilogue, MOET_SM == 90 ? stages_90 : stages_120, \
+                MOET_SM == 90 ? depth_90 : depth_120>(args)                                      \
+        .run();                                                                                  \
+  }                                                                                              \
   LAUNCHABLE(name, StreamArgs, PREFILL_THREADS)
 
-PREFILL(prefill_w2_swiglu, W2, SWIGLU, DEPTH)
-PREFILL(prefill_w2_bf16, W2, STORE_BF16, DEPTH)
-PREFILL(prefill_mxfp4_swiglu, MXFP4, SWIGLU, DEPTH_FP4)
-PREFILL(prefill_mxfp4_bf16, MXFP4, STORE_BF16, DEPTH_FP4)
-PREFILL(prefill_fp8_bf16, FP8, STORE_BF16, DEPTH_FP4)
-PREFILL(prefill_fp8_swiglu, FP8, SWIGLU, DEPTH_FP4)
-PREFILL(prefill_bf16_bf16, BF16, STORE_BF16, DEPTH_FP4)
+PREFILL(prefill_w2_swiglu, W2, SWIGLU, 4, 6, 2, 3)
+PREFILL(prefill_w2_bf16, W2, STORE_BF16, 4, 5, 2, 2)
+PREFILL(prefill_mxfp4_swiglu, MXFP4, SWIGLU, 3, 4, 2, 2)
+PREFILL(prefill_mxfp4_bf16, MXFP4, STORE_BF16, 3, 4, 2, 2)
+PREFILL(prefill_fp8_swiglu, FP8, SWIGLU, 3, 3, 2, 0)
+PREFILL(prefill_fp8_bf16, FP8, STORE_BF16, 3, 3, 3, 0)
+PREFILL(prefill_bf16_bf16, BF16, STORE_BF16, 3, 3, 3, 0)

@@ -1,32 +1,56 @@
 // GEMM for many rows on the planes of the streaming GEMM: a CTA computes 128 weight rows of one tile of
-// up to 8 NT tokens. Weights are decoded once per tile in registers and meet all its tokens. The tokens
-// come as tiles laid out for the matrix units (csrc/moe.cu, tile_rows); a warp of its own has the copy
-// engine fill a ring of stages, so the two warpgroups never wait for each other.
+// up to 8 GROUPS tokens. Weights are decoded once per tile in registers and meet all its tokens; the next
+// chunk's are read while the matrix units are busy. Each lane copies its own weights through a private
+// ring, ahead and across tiles (DEPTH 0: reads them a chunk ahead); the tokens come as tiles laid out for the matrix units (TileArgs below),
+// one copy a chunk, by a warpgroup of its own.
 //
 // The sum of a row has the very order of stream_gemm.cuh (segments, halves, slices), so that a token's
 // result has the same bits whether it was prefilled or decoded, and whatever else was in its tile.
 // Partial sums that wait for their turn lie in shared memory, private to their thread.
 #pragma once
 #include "stream_gemm.cuh"
+#include "tile.cuh"
 
-constexpr int PREFILL_THREADS = 384;  // two warpgroups that multiply, one whose first warp copies
+constexpr int PREFILL_THREADS = 384;  // two warpgroups that multiply, one whose first thread copies
+constexpr int STAGED_COLUMNS = 72;    // of a staged token: 64, and room that keeps banks apart
 
-template <int CODEC, int NT, int EPILOGUE, int STAGES>
+template <int CODEC, int GROUPS, int EPILOGUE, int STAGES, int DEPTH>
 struct PrefillGemm {
-  static constexpr int TOKENS = 8 * NT;
+  static constexpr int TOKENS = 8 * GROUPS;
   static constexpr int WORDS = chunk_bytes(CODEC) / 512;
   static constexpr bool SCALED = CODEC != BF16;
   static constexpr bool PLANE = has_scale_plane(CODEC);
-  // A stage: tokens, codes, token scales. The weights' scales are few: lanes load them a step ahead,
-  // since every copy costs the engine about the same, however small.
-  static constexpr int ACTIVATION_BYTES = TOKENS * 128;
-  static constexpr int CODE_BYTES = chunk_bytes(CODEC);  // of a warp
-  static constexpr int TOKEN_SCALE_AT = ACTIVATION_BYTES + 8 * CODE_BYTES;
-  static constexpr int STAGE_BYTES = TOKEN_SCALE_AT + (SCALED ? TOKENS * 4 : 0);
-  static constexpr int VALUES = 4 * NT;  // accumulators of a thread
+  // A stage: the scales of a chunk's tokens, then the tokens. A place: a chunk's weights, of all lanes.
+  static constexpr int TOKEN_SCALE_BYTES = SCALED ? TOKENS * 4 : 0;
+  static constexpr int STAGE_BYTES = TOKEN_SCALE_BYTES + TOKENS * 128;
+  static constexpr int CODE_PLACE_BYTES = THREADS * WORDS * 16;
+  static constexpr bool BASES = PLANE && MOET_SM == 90;
+  static constexpr int PLACE_BYTES = CODE_PLACE_BYTES + (BASES ? THREADS * 8 : PLANE ? THREADS * 4 : CODEC == FP8 ? 64 : 0);
+  static constexpr int VALUES = 4 * GROUPS;  // accumulators of a thread
+  // What a warpgroup stages: its results, and the rows (SWIGLU: and weights) of the tokens.
+  static constexpr int STAGED_TOKENS = EPILOGUE == SWIGLU ? TOKENS / 2 : TOKENS;
+  static constexpr int STAGED_BYTES = STAGED_TOKENS * STAGED_COLUMNS * 2 + TOKENS * 8;
 
   const StreamArgs& p;
   int tid, lane, warp, group, total_chunks, items;
+
+  // Where this lane's copies are: an item and a chunk of it.
+  int next_item, next_chunk, next_in_segment;
+  const uint8_t *codes, *scales, *bases;
+
+  // What is read of a chunk ahead of its turn.
+  struct Chunk {
+    uint32_t codes[4 * WORDS];
+    RowScale scale;
+    uint32_t base;
+    float weight_scale;
+  } ahead;
+  int place, stage, parity;
+
+  // The item at work, and what this thread knows of its token tid % 128.
+  Entry now;
+  int segment, in_segment_tile, token_row;
+  float token_weight;
 
   DEVICE PrefillGemm(const StreamArgs& args) : p(args) {
     tid = threadIdx.x;
@@ -38,150 +62,167 @@ struct PrefillGemm {
   }
 
   // A stage's barriers: its bytes are here; its eight warps are done with them.
-  DEVICE static uint64_t* full(int stage) { return reinterpret_cast<uint64_t*>(dynamic_shared()) + stage; }
-  DEVICE static uint64_t* empty(int stage) { return full(STAGES + stage); }
-  DEVICE static uint8_t* ring(int stage) { return dynamic_shared() + 128 + stage * STAGE_BYTES; }
-  // Places of this thread, THREADS floats apart. Those of a are there if segments or slices are several.
-  DEVICE float* waiting_b() const { return reinterpret_cast<float*>(ring(STAGES)) + tid; }
-  DEVICE float* waiting_a() const { return waiting_b() + VALUES * THREADS; }
+  DEVICE static uint64_t* full(int s) { return reinterpret_cast<uint64_t*>(dynamic_shared()) + s; }
+  DEVICE static uint64_t* empty(int s) { return full(STAGES + s); }
+  DEVICE static uint8_t* ring(int s) { return dynamic_shared() + 128 + s * STAGE_BYTES; }
+  DEVICE static uint8_t* places(int s) { return ring(STAGES) + s * PLACE_BYTES; }
+  // Places of this thread, 128 floats apart, of warpgroups one after the other. Those of a are there if
+  // segments or slices are several.
+  DEVICE float* waiting_b() const {
+    return reinterpret_cast<float*>(places(DEPTH)) + group * VALUES * 128 + (tid & 127);
+  }
+  DEVICE float* waiting_a() const { return waiting_b() + 2 * VALUES * 128; }
+  // SWIGLU has no waiting_a: what a warpgroup (of_group) gives to the other lies there.
+  DEVICE float* given(int of_group) const {
+    return reinterpret_cast<float*>(places(DEPTH)) + (4 + of_group) * (VALUES / 2 * 128) + (tid & 127);
+  }
+  // Results of a warpgroup, token by token; where its sums waited, or after what is given.
+  DEVICE uint16_t* staged() const {
+    int before = EPILOGUE == SWIGLU ? 3 * VALUES * 512 + group * STAGED_BYTES : group * VALUES * 512;
+    return reinterpret_cast<uint16_t*>(places(DEPTH) + before);
+  }
+  DEVICE int* token_rows() const { return reinterpret_cast<int*>(staged() + STAGED_TOKENS * STAGED_COLUMNS); }
+  DEVICE float* token_weights() const { return reinterpret_cast<float*>(token_rows() + TOKENS); }
 
   DEVICE Entry entry(int e) const {
     if (p.entries) return p.entries[e];
     int first = e * TOKENS, left = p.num_rows - first;
     return {0, 0, first, left < TOKENS ? left : TOKENS};
   }
-  DEVICE int place_row(int place) const { return p.pairs ? p.pairs[place] : place; }
+  DEVICE static int groups_of(int count) {
+    int groups = tile_groups((count + 7) / 8);
+    return groups > GROUPS ? GROUPS : groups;
+  }
   DEVICE int base_row() const { return (lane >> 2) + 8 * (lane & 1); }
-  // SWIGLU: warpgroup 0 takes 64 gate rows, warpgroup 1 the same rows of up. w: 0..7.
-  DEVICE static int row_tile(int in_segment, int w) {
-    return EPILOGUE == SWIGLU ? in_segment * 4 + (w & 3) : in_segment * 8 + w;
+  // SWIGLU: warpgroup 0 takes 64 gate rows, warpgroup 1 the same rows of up.
+  DEVICE int row_tile(int in_segment) const {
+    return EPILOGUE == SWIGLU ? in_segment * 4 + warp : in_segment * 8 + group * 4 + warp;
   }
 
-  // The copying warp: lane w < 8 brings what warp w multiplies, lane 8 the tokens.
+  // The copying thread: a chunk of tokens in one piece.
   DEVICE void copy_all() {
-    int place = 0, parity = 1;  // a new barrier's phase before the first counts as ended
+    int to = 0, turn = 1;  // a new barrier's phase before the first counts as ended
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
-      int e = item / p.tiles, tile = item - e * p.tiles;
-      int segment = tile / p.tiles_per_segment, in_segment = tile - segment * p.tiles_per_segment;
-      Entry t = entry(e);
-      if (t.slot < 0 || t.slot >= p.num_slots) t.slot = t.expert = 0;
-      const Part& part = p.parts[EPILOGUE == SWIGLU ? lane >> 2 & 1 : 0];
-      int at = row_tile(in_segment, lane & 7);
-      if (at * 16 >= p.padded_rows) at = 0;  // past the last row: computed, not stored
-      const uint8_t* row = p.weights + t.slot * p.row_stride + segment * uint64_t(p.segment_stride);
-      const uint8_t* codes = row + part.codes + uint64_t(at) * (p.chunks * CODE_BYTES);
-      const uint8_t* tokens = static_cast<const uint8_t*>(p.x) + uint64_t(e) * total_chunks * ACTIVATION_BYTES;
-      const float* token_scales = p.x_scale + uint64_t(e) * total_chunks * TOKENS;
-      int in_weights = 0;
+      int e = item / p.tiles;
+      uint32_t bytes = TOKEN_SCALE_BYTES + groups_of(entry(e).count) * 1024;
+      const uint8_t* from = static_cast<const uint8_t*>(p.x) + uint64_t(e) * total_chunks * STAGE_BYTES;
       for (int chunk = 0; chunk < total_chunks; chunk++) {
-        barrier_wait(empty(place), parity);
-        uint8_t* stage = ring(place);
-        if (lane == 0) barrier_arrive_expecting(full(place), STAGE_BYTES);
-        sync_warp();
-        if (lane < 8) {
-          copy_bulk(stage + ACTIVATION_BYTES + lane * CODE_BYTES, codes, CODE_BYTES, full(place));
-        } else if (lane == 8) {
-          copy_bulk(stage, tokens, ACTIVATION_BYTES, full(place));
-          if constexpr (SCALED) copy_bulk(stage + TOKEN_SCALE_AT, token_scales, TOKENS * 4, full(place));
-        }
-        tokens += ACTIVATION_BYTES;
-        token_scales += TOKENS;
-        codes += CODE_BYTES;
-        if (++in_weights == p.chunks) {
-          in_weights = 0;
-          codes += uint64_t(p.segment_stride) - uint64_t(p.chunks) * CODE_BYTES;
-        }
-        if (++place == STAGES) place = 0, parity ^= 1;
+        barrier_wait(empty(to), turn);
+        barrier_arrive_expecting(full(to), bytes);
+        copy_bulk(ring(to), from, bytes, full(to));
+        from += STAGE_BYTES;
+        if (++to == STAGES) to = 0, turn ^= 1;
       }
     }
   }
 
-  // What a lane knows of its weights' scales, now and next: the word of two chunks (FP8: the block scale of
-  // one), and the base of its row in a segment.
-  struct WeightScales {
-    const uint8_t *words, *bases;
-    uint32_t word, base, next_word, next_base;
-  };
+  // Points the copies at the first chunk of their item.
+  DEVICE void aim() {
+    next_chunk = next_in_segment = 0;
+    if (next_item >= items) return;
+    int e = next_item / p.tiles, tile = next_item - e * p.tiles;
+    int out_segment = tile / p.tiles_per_segment;
+    Entry t = entry(e);
+    if (t.slot < 0 || t.slot >= p.num_slots) t.slot = t.expert = 0;  // reported in finish
+    const Part& part = p.parts[EPILOGUE == SWIGLU ? group : 0];
+    int at = row_tile(tile - out_segment * p.tiles_per_segment);
+    if (at * 16 >= p.padded_rows) at = 0;  // past the last row: computed, not stored
+    const uint8_t* row = p.weights + t.slot * p.row_stride + out_segment * uint64_t(p.segment_stride);
+    const uint8_t* base = p.bases + t.expert * p.base_stride + out_segment * p.base_segment_stride + part.bases;
+    codes = row + part.codes + uint64_t(at) * (p.chunks * chunk_bytes(CODEC)) + lane * 16;
+    if constexpr (PLANE) {
+      scales = row + part.scales + at * ((p.chunks + 1) / 2 * 128) + lane * 4;
+      bases = base + at * 16 + base_row() / 4 * 4;
+    } else if constexpr (CODEC == FP8) {
+      scales = base + at / 8 * (p.chunks * 4);
+    }
+  }
+
+  DEVICE uint8_t* codes_at(int s) const { return places(s) + tid * 16; }
+  DEVICE uint8_t* words_at(int s) const {
+    return places(s) + CODE_PLACE_BYTES + (PLANE ? tid * 4 : (group * 4 + warp) * 4);
+  }
+
+  // Copies the next chunk of weights into a place, then steps. Commits a group in any case.
+  DEVICE void fetch(int to) {
+    if (next_item < items) {
+#pragma unroll
+      for (int i = 0; i < WORDS; i++) copy16(codes_at(to) + i * (16 * THREADS), codes + i * 512, true);
+      if constexpr (PLANE) copy4(words_at(to), scales + next_in_segment / 2 * 128, true);
+      if constexpr (BASES) copy4(words_at(to) + 4 * THREADS, bases, true);
+      if constexpr (CODEC == FP8)
+        if (lane == 0) copy4(words_at(to), scales + next_in_segment * 4, true);
+      step();
+    }
+    commit_copies();
+  }
+  DEVICE void step() {
+    codes += chunk_bytes(CODEC);
+    if (++next_in_segment == p.chunks) {
+      next_in_segment = 0;
+      codes += uint64_t(p.segment_stride) - uint64_t(p.chunks) * chunk_bytes(CODEC);
+      if constexpr (PLANE) scales += p.segment_stride, bases += p.base_segment_stride;
+    }
+    if (++next_chunk == total_chunks) {
+      next_item += gridDim.x;
+      aim();
+    }
+  }
+
   DEVICE static uint32_t load_word(const uint8_t* from) { return *reinterpret_cast<const uint32_t*>(from); }
 
-  DEVICE void open_scales(const Entry& entry, int segment, int in_segment, WeightScales& s) const {
-    Entry t = entry;
-    if (t.slot < 0 || t.slot >= p.num_slots) t.slot = t.expert = 0;
-    const Part& part = p.parts[EPILOGUE == SWIGLU ? group : 0];
-    int at = row_tile(in_segment, group * 4 + warp);
-    if (at * 16 >= p.padded_rows) at = 0;
-    const uint8_t* bases = p.bases + t.expert * p.base_stride + segment * p.base_segment_stride + part.bases;
-    s.word = s.base = 0;
-    if constexpr (PLANE) {
-      s.words = p.weights + t.slot * p.row_stride + segment * uint64_t(p.segment_stride) + part.scales +
-                at * ((p.chunks + 1) / 2 * 128) + lane * 4;
-      s.bases = bases + at * 16 + base_row();
-      s.next_word = load_word(s.words);
-      s.next_base = *s.bases;
-    } else if constexpr (CODEC == FP8) {
-      s.words = bases + at / 8 * (p.chunks * 4);
-      s.next_word = load_word(s.words);
+  // Reads the next chunk, which is number in_segment of its segment, at `place` or where it lies.
+  DEVICE void read_ahead(int in_segment) {
+    const uint8_t* from = codes;
+    const uint8_t* word_at = scales;
+    int stride = 512;
+    if constexpr (DEPTH > 0) {
+      wait_copies<DEPTH - 1>();
+      if constexpr (CODEC == FP8) sync_warp();  // its first lane copied the scale
+      from = codes_at(place), word_at = words_at(place), stride = 16 * THREADS;
+    } else {
+      if (next_item >= items) return;
+      if constexpr (SCALED) word_at += PLANE ? in_segment / 2 * 128 : in_segment * 4;
     }
-  }
-  // Steps to a chunk's scales and loads those after them.
-  DEVICE void step_scales(int chunk, int in_segment, WeightScales& s) const {
-    if constexpr (PLANE) {
-      if (in_segment == 0) {
-        s.base = s.next_base;
-        s.bases += p.base_segment_stride;
-        if (chunk + p.chunks < total_chunks) s.next_base = *s.bases;
-      }
-      if (in_segment % 2 == 0) {
-        s.word = s.next_word;
-        bool same_segment = in_segment + 2 < p.chunks;
-        s.words += same_segment ? 128 : p.segment_stride - in_segment / 2 * 128;
-        if (same_segment || chunk + p.chunks - in_segment < total_chunks) s.next_word = load_word(s.words);
-      }
-    } else if constexpr (CODEC == FP8) {
-      s.word = s.next_word;
-      s.words += 4;
-      if (chunk + 1 < total_chunks) s.next_word = load_word(s.words);
-    }
-  }
-
-  // Multiplies a stage's weights with its tokens and adds the result, scaled, to sum.
-  DEVICE void consume(uint8_t* stage, int in_segment, float* sum, const WeightScales& now) {
-    const int w = group * 4 + warp;
-    const uint8_t* from = stage + ACTIVATION_BYTES + w * CODE_BYTES + lane * 16;
-    uint32_t codes_words[4 * WORDS], a[4][4];
 #pragma unroll
     for (int i = 0; i < WORDS; i++) {
-      uint4 v = *reinterpret_cast<const uint4*>(from + i * 512);
-      codes_words[4 * i] = v.x, codes_words[4 * i + 1] = v.y;
-      codes_words[4 * i + 2] = v.z, codes_words[4 * i + 3] = v.w;
+      uint4 v = *reinterpret_cast<const uint4*>(from + i * stride);
+      ahead.codes[4 * i] = v.x, ahead.codes[4 * i + 1] = v.y;
+      ahead.codes[4 * i + 2] = v.z, ahead.codes[4 * i + 3] = v.w;
     }
-    RowScale scale = {0, 0, 0};
-    float weight_scale = 1.0f;
     if constexpr (PLANE) {
-      scale.lane = now.word;
+      uint32_t word = load_word(word_at);
+      ahead.scale.lane = word;
 #if MOET_SM == 90
-      uint32_t exponents = saturating_subtract(now.word, now.base * 0x01010101u) << 2;
+      uint32_t base = load_word(DEPTH > 0 ? word_at + 4 * THREADS : bases);
+      ahead.base = base >> (8 * (base_row() & 3)) & 0xFF;
+      uint32_t exponents = saturating_subtract(word, ahead.base * 0x01010101u) << 2;
       int quad = (lane & ~3) + 2 * (in_segment & 1);
-      scale.word0 = shuffle(exponents, quad);
-      scale.word1 = shuffle(exponents, quad + 1);
+      ahead.scale.word0 = shuffle(exponents, quad);
+      ahead.scale.word1 = shuffle(exponents, quad + 1);
 #endif
     } else if constexpr (CODEC == FP8) {
-      weight_scale = bits_float(now.word);
+      ahead.weight_scale = bits_float(load_word(word_at));
     }
-#pragma unroll
-    for (int j = 0; j < 4; j++) decode_block<CODEC>(codes_words, j, scale, p.masks, a[j]);
-    float part[VALUES];
-    BOperand b = b_operand(stage, 1024);
-    mma_begin();
-#if MOET_SM == 120
-    if (in_segment & 1)
-      chunk_mma<CODEC, NT, 1>(part, a, b, scale);
-    else
+    if constexpr (DEPTH == 0) step();
+  }
+
+  // This warp is done with a stage. The debug build lets every lane say so: race checkers follow that.
+  DEVICE void leave_stage() {
+    sync_warp();
+    if (LEAVING == THREADS || lane == 0) barrier_arrive(empty(stage));
+    if (++stage == STAGES) stage = 0, parity ^= 1;
+  }
+#ifdef MOET_DEBUG
+  static constexpr int LEAVING = THREADS;
+#else
+  static constexpr int LEAVING = THREADS / 32;
 #endif
-      chunk_mma<CODEC, NT, 0>(part, a, b, scale);
-    mma_commit();
-    mma_wait<0>();
-    const float* s = reinterpret_cast<const float*>(stage + TOKEN_SCALE_AT) + 2 * (lane & 3);
+
+  // part[NT][4] of a stage, times the scales of its tokens, is added to sum.
+  template <int NT>
+  DEVICE void fold(float* sum, const float* part, float weight_scale) const {
+    const float* s = reinterpret_cast<const float*>(ring(stage)) + 2 * (lane & 3);
 #pragma unroll
     for (int n = 0; n < NT; n++) {
       if constexpr (SCALED) {
@@ -198,7 +239,43 @@ struct PrefillGemm {
     }
   }
 
+  // Multiplies the next stage with the chunk that was read ahead, and reads the one after it meanwhile.
+  template <int NT>
+  DEVICE uint32_t multiply_chunk(float* sum, int in_segment) {
+    uint32_t a[4][4];
+    RowScale scale = ahead.scale;
+#pragma unroll
+    for (int j = 0; j < 4; j++) decode_block<CODEC>(ahead.codes, j, scale, p.masks, a[j]);
+    uint32_t base = ahead.base;
+    float weight_scale = ahead.weight_scale, part[4 * NT];
+    int following = in_segment + 1 == p.chunks ? 0 : in_segment + 1;
+    if constexpr (DEPTH == 0) read_ahead(following);
+    barrier_wait(full(stage), parity);
+    BOperand b = b_operand(ring(stage) + TOKEN_SCALE_BYTES, 1024);
+    mma_begin();
+#if MOET_SM == 120
+    if (in_segment & 1)
+      wide_chunk<CODEC, NT, 1>(part, a, b, scale);
+    else
+#endif
+      wide_chunk<CODEC, NT, 0>(part, a, b, scale);
+    mma_commit();
+    if constexpr (DEPTH > 0) {
+      fetch(place);
+      if (++place == DEPTH) place = 0;
+    }
+    // Codes that are operands as they stand may not be overwritten while they are read.
+    if constexpr (DEPTH > 0 && PLANE) read_ahead(following);
+    mma_wait<0>();
+    results_are_here<4 * NT>(part);
+    if constexpr (DEPTH > 0 && !PLANE) read_ahead(following);
+    fold<NT>(sum, part, weight_scale);
+    leave_stage();
+    return base;
+  }
+
   // Sum times the rows' factor, plus what waits at `with`, if it does.
+  template <int NT>
   DEVICE void close(float* sum, uint32_t base, const float* with) const {
     float f0 = row_factor<CODEC>(base), f1 = f0;
 #if MOET_SM == 90
@@ -208,26 +285,60 @@ struct PrefillGemm {
     }
 #endif
 #pragma unroll
-    for (int i = 0; i < VALUES; i++) {
+    for (int i = 0; i < 4 * NT; i++) {
       float v = sum[i] * (i % 4 < 2 ? f0 : f1);
-      sum[i] = with ? with[i * THREADS] + v : v;
+      sum[i] = with ? with[i * 128] + v : v;
     }
   }
+  template <int NT>
   DEVICE static void add(float* sum, const float* waiting) {
 #pragma unroll
-    for (int i = 0; i < VALUES; i++) sum[i] = waiting[i * THREADS] + sum[i];
+    for (int i = 0; i < 4 * NT; i++) sum[i] = waiting[i * 128] + sum[i];
   }
+  template <int NT>
   DEVICE static void put(float* sum, float* waiting) {
 #pragma unroll
-    for (int i = 0; i < VALUES; i++) {
-      waiting[i * THREADS] = sum[i];
+    for (int i = 0; i < 4 * NT; i++) {
+      waiting[i * 128] = sum[i];
       sum[i] = 0.0f;
+    }
+  }
+
+  // All chunks of the item at work, its tile computed as 8 NT tokens.
+  template <int NT>
+  DEVICE void multiply_item(float* sum) {
+#pragma unroll
+    for (int i = 0; i < 4 * NT; i++) sum[i] = 0.0f;
+    int slice_chunks = total_chunks / p.slices, in_segment = 0, in_slice = 0, slice = 0;
+    bool half_open = false;  // waiting_a holds earlier segments of this half
+#pragma unroll 1
+    for (int chunk = 0; chunk < total_chunks; chunk++) {
+      uint32_t base = multiply_chunk<NT>(sum, in_segment);
+      if (EPILOGUE == SWIGLU && chunk == 0 && p.pair_weight) token_weight = p.pair_weight[token_row];
+      bool segment_ends = ++in_segment == p.chunks;
+      if (segment_ends) in_segment = 0;
+      in_slice++;
+      bool first_half_ends = in_slice == p.first_half_stages && in_slice != slice_chunks;
+      bool slice_ends = in_slice == slice_chunks;
+      if (!segment_ends && !first_half_ends && !slice_ends) continue;
+      close<NT>(sum, base, half_open ? waiting_a() : nullptr);
+      half_open = !first_half_ends && !slice_ends;
+      if (half_open) {
+        put<NT>(sum, waiting_a());
+      } else if (first_half_ends) {
+        put<NT>(sum, waiting_b());
+      } else {
+        if (p.first_half_stages < slice_chunks) add<NT>(sum, waiting_b());
+        if (slice > 0) add<NT>(sum, waiting_a());
+        in_slice = 0;
+        if (++slice < p.slices) put<NT>(sum, waiting_a());
+      }
     }
   }
 
   DEVICE void run() {
     if (tid == 0) {
-      for (int s = 0; s < STAGES; s++) barrier_init(full(s), 1), barrier_init(empty(s), 8);
+      for (int s = 0; s < STAGES; s++) barrier_init(full(s), 1), barrier_init(empty(s), LEAVING);
       barriers_are_ready();
     }
     sync_threads();
@@ -236,7 +347,7 @@ struct PrefillGemm {
     items = (p.entries ? *p.num_entries : (p.num_rows + TOKENS - 1) / TOKENS) * p.tiles;
     if (tid >= THREADS) {
       give_registers<40>();
-      if (tid < THREADS + 32) copy_all();
+      if (tid == THREADS) copy_all();
     } else {
       take_registers<232>();
       multiply_all();
@@ -244,91 +355,137 @@ struct PrefillGemm {
   }
 
   DEVICE void multiply_all() {
-    int place = 0, parity = 0;
-    int slice_chunks = total_chunks / p.slices;
+    place = stage = parity = 0;
+    next_item = blockIdx.x;
+    aim();
+    for (int s = 0; s < DEPTH; s++) fetch(s);
+    read_ahead(0);
 #pragma unroll 1
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
+      int e = item / p.tiles, tile = item - e * p.tiles;
+      segment = tile / p.tiles_per_segment;
+      in_segment_tile = tile - segment * p.tiles_per_segment;
+      now = entry(e);
+      int token = tid & 127, at = now.first + (token < now.count ? token : 0);
+      token_row = p.pairs ? p.pairs[at] : at;
+      token_weight = 1.0f;
       float sum[VALUES];
-#pragma unroll
-      for (int i = 0; i < VALUES; i++) sum[i] = 0.0f;
-      WeightScales scales;
-      {
-        int e = item / p.tiles, tile = item - e * p.tiles, segment = tile / p.tiles_per_segment;
-        open_scales(entry(e), segment, tile - segment * p.tiles_per_segment, scales);
-      }
-      int in_segment = 0, in_slice = 0, slice = 0;
-      bool half_open = false;  // waiting_a holds earlier segments of this half
-#pragma unroll 1
-      for (int chunk = 0; chunk < total_chunks; chunk++) {
-        step_scales(chunk, in_segment, scales);
-        barrier_wait(full(place), parity);
-        consume(ring(place), in_segment, sum, scales);
-        sync_warp();
-        if (lane == 0) barrier_arrive(empty(place));
-        if (++place == STAGES) place = 0, parity ^= 1;
-        bool segment_ends = ++in_segment == p.chunks;
-        if (segment_ends) in_segment = 0;
-        in_slice++;
-        bool first_half_ends = in_slice == p.first_half_stages && in_slice != slice_chunks;
-        bool slice_ends = in_slice == slice_chunks;
-        if (!segment_ends && !first_half_ends && !slice_ends) continue;
-        close(sum, scales.base, half_open ? waiting_a() : nullptr);
-        half_open = !first_half_ends && !slice_ends;
-        if (half_open) {
-          put(sum, waiting_a());
-        } else if (first_half_ends) {
-          put(sum, waiting_b());
-        } else {
-          if (p.first_half_stages < slice_chunks) add(sum, waiting_b());
-          if (slice > 0) add(sum, waiting_a());
-          in_slice = 0;
-          if (++slice < p.slices) put(sum, waiting_a());
-        }
-      }
-      finish(item, sum);
+      choose_shape(groups_of(now.count), sum);
+      finish(sum);
     }
   }
+  DEVICE void choose_shape(int groups, float* sum) {
+    if (groups == 2) try_shape<2>(sum);
+    if (groups == 4) try_shape<4>(sum);
+    if (groups == 6) try_shape<6>(sum);
+    if (groups == 8) try_shape<8>(sum);
+    if (groups == 10) try_shape<10>(sum);
+    if (groups == 11) try_shape<11>(sum);
+    if (groups == 12) try_shape<12>(sum);
+    if (groups == 13) try_shape<13>(sum);
+    if (groups == 14) try_shape<14>(sum);
+    if (groups == 16) try_shape<16>(sum);
+  }
+  template <int NT>
+  DEVICE void try_shape(float* sum) {
+    if constexpr (NT <= GROUPS && tile_groups(NT) == NT) multiply_item<NT>(sum);
+  }
 
-  DEVICE void finish(int item, float* sum) {
-    int e = item / p.tiles, tile = item - e * p.tiles;
-    int segment = tile / p.tiles_per_segment, in_segment = tile - segment * p.tiles_per_segment;
-    Entry t = entry(e);
-    bool slot_valid = t.slot >= 0 && t.slot < p.num_slots;
-    if (!slot_valid || t.count > TOKENS) {
+  DEVICE void finish(float* sum) {
+    bool slot_valid = now.slot >= 0 && now.slot < p.num_slots;
+    if (!slot_valid || now.count > TOKENS) {
       if (tid == 0) atomic_or(p.error, slot_valid ? INVALID_COUNT : INVALID_SLOT);
       trap_in_debug();
-      if (t.count > TOKENS) t.count = TOKENS;
+      if (now.count > TOKENS) now.count = TOKENS;
 #pragma unroll
       for (int i = 0; i < VALUES; i++) sum[i] = bits_float(0x7FC00000u);
     }
-    if constexpr (EPILOGUE == SWIGLU) {
-      // Each warpgroup gives half of its tokens to the other: gate meets up. Nothing waits now.
-      constexpr int HALF = VALUES / 2;
-      float* mine = waiting_b() - tid + (tid & 127) + group * HALF * 128;
-      const float* theirs = waiting_b() - tid + (tid & 127) + (1 - group) * HALF * 128;
-      sync_named<THREADS>(3);  // what waited there has been taken
+    if constexpr (EPILOGUE == SWIGLU)
+      finish_swiglu(sum);
+    else
+      finish_store(sum);
+  }
+
+  // The rows of the tile's tokens for all of the warpgroup; the caller's next barrier makes them visible.
+  DEVICE void share_rows() {
+    int token = tid & 127;
+    if (token < TOKENS) token_rows()[token] = token_row, token_weights()[token] = token_weight;
+  }
+
+  // Each warpgroup gives every other group of tokens to the other: gate meets up.
+  DEVICE void finish_swiglu(const float* sum) {
+    sync_named<THREADS>(3);  // what was given and staged last time has been taken
+    share_rows();
+    int groups = (now.count + 7) / 8;
+    float *mine = given(group), *theirs = given(1 - group);
 #pragma unroll
-      for (int i = 0; i < HALF; i++) mine[i * 128] = group ? sum[i] : sum[HALF + i];
-      sync_named<THREADS>(3);
+    for (int i = 0; i < VALUES / 2; i++) {
+      int even = i / 4 * 8 + i % 4, odd = even + 4;
+      if (i / 4 * 2 < groups) mine[i * 128] = group ? sum[even] : sum[odd];
+    }
+    sync_named<THREADS>(3);
 #pragma unroll
-      for (int i = 0; i < HALF; i++) {
-        float own = group ? sum[HALF + i] : sum[i], other = theirs[i * 128];
-        float h = swiglu_of(group ? other : own, group ? own : other, p.swiglu_limit);
-        int token = 8 * ((group ? NT / 2 : 0) + i / 4) + 2 * (lane & 3) + (i & 1);
-        int column = in_segment * 64 + warp * 16 + (lane >> 2) + 8 * (i >> 1 & 1);
-        if (token < t.count && column < p.columns) {
-          int row = place_row(t.first + token);
-          if (p.pair_weight) h *= p.pair_weight[row];
-          static_cast<uint16_t*>(p.out)[uint64_t(row) * p.ld_out + segment * p.columns + column] = to_bf16(h);
+    for (int n = 0; n < GROUPS / 2; n++) {
+      if (2 * n + group >= groups) break;
+      uint32_t packed[2];
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        float h[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          int even = 8 * n + 2 * half + i;
+          float own = group ? sum[even + 4] : sum[even], other = theirs[(4 * n + 2 * half + i) * 128];
+          h[i] = swiglu_of(group ? other : own, group ? own : other, p.swiglu_limit);
+          if (p.pair_weight) h[i] *= token_weights()[16 * n + 8 * group + 2 * (lane & 3) + i];
         }
+        packed[half] = to_bf16(h[0]) | static_cast<uint32_t>(to_bf16(h[1])) << 16;
       }
-    } else {
+      stage_results(8 * n, packed);
+    }
+    sync_warpgroup(group);
+    int first = in_segment_tile * 64;
+    write_out(segment * p.columns + first, p.columns - first, [&](int place) { return place / 8 * 16 + 8 * group + place % 8; });
+  }
+
+  DEVICE void finish_store(const float* sum) {
+    sync_warpgroup(group);  // what waited in place of the results has been taken
+    share_rows();
+    int groups = (now.count + 7) / 8;
 #pragma unroll
-      for (int i = 0; i < VALUES; i++) {
-        int token = 8 * (i / 4) + 2 * (lane & 3) + (i & 1);
-        int column = row_tile(in_segment, group * 4 + warp) * 16 + (lane >> 2) + 8 * (i >> 1 & 1);
-        if (token < t.count && column < p.columns)
-          static_cast<uint16_t*>(p.out)[uint64_t(place_row(t.first + token)) * p.ld_out + column] = to_bf16(sum[i]);
+    for (int n = 0; n < GROUPS; n++) {
+      if (n >= groups) break;
+      uint32_t packed[2];
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+        packed[half] = to_bf16(sum[4 * n + 2 * half]) | static_cast<uint32_t>(to_bf16(sum[4 * n + 2 * half + 1])) << 16;
+      stage_results(8 * n, packed);
+    }
+    sync_warpgroup(group);
+    int first = in_segment_tile * 128 + group * 64;
+    write_out(first, p.columns - first, [](int place) { return place; });
+    sync_warpgroup(group);  // the next item's sums wait here
+  }
+
+  // Sixteen columns of eight tokens, from place `first` of the staged tokens on.
+  DEVICE void stage_results(int first, const uint32_t* packed) {
+    uint16_t* to = staged() + (first + (lane & 7)) * STAGED_COLUMNS + warp * 16 + (lane >> 3 & 1) * 8;
+    store_transposed(to, packed[0], packed[1]);
+  }
+
+  // The staged tokens, 64 columns each, to their rows. token_of: the token at a place.
+  template <typename F>
+  DEVICE void write_out(int first_column, int columns, F token_of) const {
+    bool whole = (p.ld_out & 7) == 0 && (first_column & 7) == 0;
+    for (int i = tid & 127; i < TOKENS * 8; i += 128) {
+      int token = token_of(i >> 3), column = (i & 7) * 8;
+      if (token >= now.count) break;
+      if (column >= columns) continue;
+      const uint16_t* from = staged() + (i >> 3) * STAGED_COLUMNS + column;
+      uint16_t* to = static_cast<uint16_t*>(p.out) + uint64_t(token_rows()[token]) * p.ld_out + first_column + column;
+      if (whole && column + 8 <= columns) {
+        *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+      } else {
+        for (int j = 0; j < 8 && column + j < columns; j++) to[j] = from[j];
       }
     }
   }
