@@ -1,12 +1,12 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # mypy: disable-error-code="import-untyped, attr-defined, misc"
-"""Attention kernels over fp8 rows. One program takes one row's query, all heads at once, over the
-window or over a fixed share of its entries; shares are joined in ascending order. Short steps give
-each share a program, long ones take a row's shares in turn, with the same sums in one order."""
+# ruff: noqa: RUF005  (tuples of blocks grow by addition: the compiler knows no unpacking)
+"""Attention kernels over fp8 rows. A row's keys come in tiles of 64 with fixed borders: those of
+its window, then its entries. Every tile is summed by itself and tiles are joined in ascending
+order, so a row's bits are the same whether each tile has a program or one program takes them in
+turn."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -16,45 +16,101 @@ from torch import Tensor
 from moet.kernels.cache import Cache
 from moet.kernels.cubin import device_arch
 from moet.kernels.rows import Rows
-from moet.kernels.triton_common import load_rotation, rotate_pairs
+from moet.kernels.triton_common import (
+    e4m3_codes,
+    exponent_byte,
+    load_rotation,
+    mma_place,
+    power_of_two,
+    rotate_pairs,
+)
 from moet.kernels.triton_rows import fp8_form
 
 LOG2E = 1.4426950408889634
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """What fits an architecture's shared memory and registers."""
-
-    heads: int  # of one program
-    keys: int  # at a time
-    num_warps: int
-
-
-TILES = {"sm90a": Tiles(32, 32, 8), "sm120a": Tiles(32, 32, 8)}
+KEYS = 64  # of a tile
+HEADS_EACH = {"sm90a": 64, "sm120a": 32}  # of one program: the rows of its matrix instructions
+HEADS_JOINED = 1  # of one program that joins tiles
+MAX_PARTS = 1024  # tiles whose sums wait in memory at a time; 128 KiB each at released sizes
 
 
 @triton.jit
-def load_rows(pages, data_at, scales_at, valid, DIM: tl.constexpr, ROPE: tl.constexpr):
-    """Rows of cache.Fp8Rows as bf16, exact; zero where not valid.
+def find_rows(
+    window,
+    chunk,
+    entries,
+    selected,
+    table,
+    ring,
+    row,
+    p,
+    start,
+    tile,
+    visible,
+    CHUNK_ENTRIES,
+    PAGE_BYTES,
+    WINDOW: tl.constexpr,
+    RING: tl.constexpr,
+    RATIO: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    TOP_K: tl.constexpr,
+    HAS_CHUNK: tl.constexpr,
+    KEYS: tl.constexpr,
+    DATA: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+):
+    """Where the rows of a tile are: bytes from `window` to their data and scales, [KEYS] int64, and
+    which of them exist."""
+    WINDOW_TILES: tl.constexpr = (WINDOW + KEYS - 1) // KEYS
+    key = tile * KEYS + tl.arange(0, KEYS)
+    oldest = tl.maximum(p - WINDOW + 1, 0)
+    if tile < WINDOW_TILES:
+        token = oldest + key
+        valid = token <= p
+        place = token % RING
+        data_at = ring + place * DATA
+        scales_at = ring + RING * DATA + place * SCALE_BYTES
+        if HAS_CHUNK:
+            chunk_at = chunk.to(tl.int64) - window.to(tl.int64)
+            own = row + token - p
+            fresh = token >= start
+            data_at = tl.where(fresh, chunk_at + own * DATA, data_at)
+            own_scales = chunk_at + CHUNK_ENTRIES.to(tl.int64) * DATA + own * SCALE_BYTES
+            scales_at = tl.where(fresh, own_scales, scales_at)
+    else:
+        entry = (key - WINDOW_TILES * KEYS).to(tl.int64)
+        valid = entry < visible
+        if TOP_K > 0:
+            chosen = tl.load(selected + row * TOP_K + entry, mask=valid, other=0)
+            entry = chosen.to(tl.int64)
+        page = tl.load(table + entry // ENTRIES, mask=valid, other=0)
+        place = entry % ENTRIES
+        page_at = entries.to(tl.int64) - window.to(tl.int64) + page * PAGE_BYTES
+        data_at = page_at + place * DATA
+        scales_at = page_at + ENTRIES * DATA + place * SCALE_BYTES
+    return data_at, scales_at, valid
 
-    data_at, scales_at: [keys] int64, bytes from `pages` on to a row's data and to its scales.
-    Returns [keys, DIM], zero from the rotated part on, and the rotated part [keys, ROPE].
-    """
-    NOPE: tl.constexpr = DIM - ROPE
-    BLOCKS: tl.constexpr = DIM // 64
-    KEYS: tl.constexpr = valid.shape[0]
-    b = tl.arange(0, BLOCKS)
-    d = b[:, None] * 64 + tl.arange(0, 64)[None, :]
-    inside = valid[:, None] & (b < NOPE // 64)[None, :]
-    data = pages + data_at
-    code = tl.load(data[:, None, None] + d[None, :, :], mask=inside[:, :, None], other=0)
-    value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    byte = tl.load((pages + scales_at)[:, None] + b[None, :], mask=inside, other=127)
-    factor = (byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    value = (value * factor[:, :, None]).to(tl.bfloat16)
-    rope = (data + NOPE).to(tl.pointer_type(tl.bfloat16))[:, None] + tl.arange(0, ROPE)[None, :]
-    return tl.reshape(value, [KEYS, DIM]), tl.load(rope, mask=valid[:, None], other=0.0)
+
+@triton.jit
+def load_rows(pages, data_at, scales_at, valid, DIM: tl.constexpr):
+    """Rows of cache.Fp8Rows as bf16, exact, in blocks of 64 columns, the last one rotated. Returns
+    a tuple of [keys, 64]; zero where not valid."""
+    NOPE_BLOCKS: tl.constexpr = DIM // 64 - 1
+    data = (pages + tl.multiple_of(data_at, 16))[:, None]
+    scales = (pages + tl.multiple_of(scales_at, 8)).to(tl.pointer_type(tl.int64))[:, None]
+    real = valid[:, None]
+    d = tl.arange(0, 64)[None, :]
+    codes = ()
+    for b in tl.static_range(NOPE_BLOCKS):
+        codes = codes + (tl.load(data + (b * 64 + d), mask=real, other=0),)
+    rotated = (data + NOPE_BLOCKS * 64).to(tl.pointer_type(tl.bfloat16)) + d
+    turned = tl.load(rotated, mask=real, other=0.0)
+    bytes_ = tl.load(scales, mask=real, other=0)
+    blocks = ()
+    for b in tl.static_range(NOPE_BLOCKS):
+        factor = (((bytes_ >> (8 * b)) & 0xFF).to(tl.int32) << 23).to(tl.float32, bitcast=True)
+        value = codes[b].to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        blocks = blocks + ((value * factor).to(tl.bfloat16),)
+    return blocks + (turned,)
 
 
 @triton.jit
@@ -65,36 +121,38 @@ def scaled_sum(a, x, b, y):
 
 
 @triton.jit
-def add_part(top, acc, part_top, part_acc):
-    """Join two sums that are relative to different maxima. acc: [H, N]; top: [H]."""
-    new_top = tl.maximum(top, part_top)
-    old = tl.broadcast_to(tl.exp2(top - new_top)[:, None], acc.shape)
-    new = tl.broadcast_to(tl.exp2(part_top - new_top)[:, None], acc.shape)
-    return scaled_sum(old, acc, new, part_acc)
-
-
-@triton.jit
-def add_total(top, total, part_top, part_total):
-    """The same for the sums of weights, [H]. Returns the new maximum too."""
+def shares(top, total, part_top, part_total):
+    """Join two sums that are relative to different maxima. Returns the maximum and the sum of
+    weights of both, and the factors of the old and the new values."""
     new_top = tl.maximum(top, part_top)
     old, new = tl.exp2(top - new_top), tl.exp2(part_top - new_top)
-    return new_top, scaled_sum(old, total, new, part_total)
+    return new_top, scaled_sum(old, total, new, part_total), old, new
 
 
 @triton.jit
-def finish(top, total, acc, sink, DTYPE: tl.constexpr):
-    """Divide, with the sink in the sum. Rounds."""
+def final_factor(top, total, sink):
+    """What the sums are multiplied with: one over the sum of weights with the sink's."""
     shift = tl.maximum(top, sink)
     factor = tl.exp2(top - shift)
-    share = factor / tl.fma(total, factor, tl.exp2(sink - shift))
-    return (acc * share[:, None]).to(DTYPE)
+    return factor / tl.fma(total, factor, tl.exp2(sink - shift))
 
 
 @triton.jit
-def load_angles(cos_ptr, sin_ptr, row, ROPE: tl.constexpr):
-    """cos and sin of a row's pairs, [1, ROPE / 2] each."""
-    at = row * (ROPE // 2) + tl.arange(0, ROPE // 2)
-    return tl.load(cos_ptr + at)[None, :], tl.load(sin_ptr + at)[None, :]
+def e4m3_exponent(amax):
+    """Byte of the scale of a block whose largest value this is, as in quant.fp8_encode."""
+    return exponent_byte(tl.maximum(amax, 1e-4), 8, 0x600000)
+
+
+@triton.jit
+def attend_tile(q, blocks, valid, scale, BLOCKS: tl.constexpr):
+    """Weights of a tile's keys, [HB, KEYS] bf16; their maximum logit and sum, [HB]."""
+    logits = tl.dot(q[0], tl.trans(blocks[0]))
+    for b in tl.static_range(1, BLOCKS):
+        logits = tl.dot(q[b], tl.trans(blocks[b]), logits)
+    logits = tl.where(valid[None, :], logits * scale, float("-inf"))
+    top = tl.max(logits, 1)
+    weight = tl.exp2(logits - top[:, None])
+    return weight.to(tl.bfloat16), top, tl.sum(weight, 1)
 
 
 @triton.jit(do_not_specialize=["CHUNK_ENTRIES"])
@@ -113,6 +171,7 @@ def attend(
     page_rows,
     page_table,
     out,
+    scales,
     part_acc,
     part_sum,
     table_stride,
@@ -125,110 +184,148 @@ def attend(
     RATIO: tl.constexpr,
     ENTRIES: tl.constexpr,
     TOP_K: tl.constexpr,
-    SPLIT: tl.constexpr,
     WHOLE: tl.constexpr,
     HAS_CHUNK: tl.constexpr,
+    QUANT: tl.constexpr,
     HEADS: tl.constexpr,
     HB: tl.constexpr,
     DIM: tl.constexpr,
     ROPE: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Row, share, head block. Share 0 is the window, the others SPLIT entries each. WHOLE: all
-    shares of a row in turn, and its output; otherwise one share, and its sums."""
+    """Row, tile, head block. WHOLE: all tiles of a row in turn, and its output; otherwise one tile,
+    and its sums."""
+    BLOCKS: tl.constexpr = DIM // 64
+    WINDOW_TILES: tl.constexpr = (WINDOW + KEYS - 1) // KEYS
+    DATA: tl.constexpr = DIM + ROPE
+    SCALE_BYTES: tl.constexpr = ((DIM - ROPE) // 64 + 7) // 8 * 8
     row = tl.program_id(0).to(tl.int64)
     h = tl.program_id(2) * HB + tl.arange(0, HB)
-    d = tl.arange(0, DIM)
-    r = tl.arange(0, ROPE)
-    at = (row * HEADS + h)[:, None] * DIM + d[None, :]
-    turned_at = (row * HEADS + h)[:, None] * DIM + (DIM - ROPE + r)[None, :]
+    at = (row * HEADS + h)[:, None] * DIM + tl.arange(0, 64)[None, :]
     real = (h < HEADS)[:, None]
-    plain = real & (d < DIM - ROPE)[None, :]
     p = tl.load(positions + row)
     visible = (p + 1) // RATIO if RATIO > 0 else 0
     if TOP_K > 0:
         visible = tl.minimum(visible, TOP_K)
-    # Keys of a row: the tokens of its window, then its entries.
-    oldest = tl.maximum(p - WINDOW + 1, 0)
-    num_tokens = p + 1 - oldest
-    num_shares = 1 + tl.cdiv(visible, SPLIT)
-    first_share = 0 if WHOLE else tl.program_id(1)
-    last_share = num_shares if WHOLE else tl.minimum(first_share + 1, num_shares)
-    if (p >= 0) & (first_share < last_share):
-        q = tl.load(q_ptr + at, mask=plain, other=0.0).to(tl.bfloat16)
-        q_turned = tl.load(q_ptr + turned_at, mask=real, other=0.0).to(tl.bfloat16)
-        start = tl.load(starts + row)
-        ring = tl.load(seq_slots + row) * RING_BYTES
-        table = page_table + tl.load(page_rows + row) * table_stride
-        DATA: tl.constexpr = DIM + ROPE
-        SCALE_BYTES: tl.constexpr = ((DIM - ROPE) // 64 + 7) // 8 * 8
-        all_top = tl.full([HB], float("-inf"), tl.float32)
-        all_total = tl.zeros([HB], tl.float32)
-        all_acc = tl.zeros([HB, DIM], tl.float32)
-        all_turned = tl.zeros([HB, ROPE], tl.float32)
-        for share in range(first_share, last_share):
-            first = tl.where(share == 0, 0, num_tokens + (share - 1) * SPLIT)
-            last = tl.where(share == 0, num_tokens, first + SPLIT)
-            last = tl.minimum(last, num_tokens + visible)
-            top = tl.full([HB], float("-inf"), tl.float32)
-            total = tl.zeros([HB], tl.float32)
-            acc = tl.zeros([HB, DIM], tl.float32)
-            acc_turned = tl.zeros([HB, ROPE], tl.float32)
-            for first_key in range(first, last, KEYS):
-                key = first_key + tl.arange(0, KEYS)
-                valid = key < last
-                token = oldest + key
-                place = token % RING
-                data_at = ring + place * DATA
-                scales_at = ring + RING * DATA + place * SCALE_BYTES
-                if HAS_CHUNK:
-                    base = chunk.to(tl.int64) - window.to(tl.int64)
-                    own = row + token - p
-                    fresh = token >= start
-                    data_at = tl.where(fresh, base + own * DATA, data_at)
-                    own_scales = base + CHUNK_ENTRIES * DATA + own * SCALE_BYTES
-                    scales_at = tl.where(fresh, own_scales, scales_at)
-                if RATIO > 0:
-                    is_entry = key >= num_tokens
-                    entry = key - num_tokens
-                    if TOP_K > 0:
-                        wanted = selected + row * TOP_K + entry
-                        entry = tl.load(wanted, mask=valid & is_entry, other=0)
-                    page = tl.load(table + entry // ENTRIES, mask=valid & is_entry, other=0)
-                    base = entries.to(tl.int64) - window.to(tl.int64) + page * PAGE_BYTES
-                    place = entry % ENTRIES
-                    data_at = tl.where(is_entry, base + place * DATA, data_at)
-                    entry_scales = base + ENTRIES * DATA + place * SCALE_BYTES
-                    scales_at = tl.where(is_entry, entry_scales, scales_at)
-                k, turned = load_rows(window, data_at, scales_at, valid, DIM, ROPE)
-                logits = tl.dot(q_turned, tl.trans(turned), tl.dot(q, tl.trans(k))) * scale
-                logits = tl.where(valid[None, :], logits, float("-inf"))
-                new_top = tl.maximum(top, tl.max(logits, 1))
-                factor = tl.exp2(top - new_top)
-                weight = tl.exp2(logits - new_top[:, None])
-                total = tl.fma(total, factor, tl.sum(weight, 1))
-                weight = weight.to(tl.bfloat16)
-                acc = tl.dot(weight, k, acc * factor[:, None])
-                acc_turned = tl.dot(weight, turned, acc_turned * factor[:, None])
-                top = new_top
-            if WHOLE:
-                all_acc = add_part(all_top, all_acc, top, acc)
-                all_turned = add_part(all_top, all_turned, top, acc_turned)
-                all_top, all_total = add_total(all_top, all_total, top, total)
-            else:
-                part = (row * tl.num_programs(1) + share) * HEADS + h
-                parts = part_acc + part[:, None] * DIM
-                tl.store(parts + d[None, :], acc, mask=plain)
-                tl.store(parts + (DIM - ROPE + r)[None, :], acc_turned, mask=real)
-                tl.store(part_sum + part * 2, top, mask=h < HEADS)
-                tl.store(part_sum + part * 2 + 1, total, mask=h < HEADS)
-        if WHOLE:
-            dtype: tl.constexpr = out.dtype.element_ty
-            sink = tl.load(sink_ptr + h, mask=h < HEADS, other=0.0) * 1.4426950408889634
-            cos, sin = load_angles(cos_ptr, sin_ptr, row, ROPE)
-            tl.store(out + at, finish(all_top, all_total, all_acc, sink, dtype), mask=plain)
-            turned = finish(all_top, all_total, all_turned, sink, dtype).to(tl.float32)
-            tl.store(out + turned_at, rotate_pairs(turned, cos, -sin).to(dtype), mask=real)
+    last = tl.where(p >= 0, WINDOW_TILES + tl.cdiv(visible, KEYS), 0)
+    ring = tl.load(seq_slots + row) * RING_BYTES
+    start = tl.load(starts + row)
+    table = page_table + tl.load(page_rows + row) * table_stride
+    if WHOLE:
+        q = ()
+        acc = ()
+        for b in tl.static_range(BLOCKS):
+            block = tl.load(q_ptr + at + b * 64, mask=real, other=0.0).to(tl.bfloat16)
+            q = q + (block,)
+            acc = acc + (tl.zeros([HB, 64], tl.float32),)
+        top = tl.full([HB], float("-inf"), tl.float32)
+        total = tl.zeros([HB], tl.float32)
+        for tile in range(last):
+            if (tile >= WINDOW_TILES) | (tile * KEYS <= p):
+                data_at, scales_at, valid = find_rows(
+                    window,
+                    chunk,
+                    entries,
+                    selected,
+                    table,
+                    ring,
+                    row,
+                    p,
+                    start,
+                    tile,
+                    visible,
+                    CHUNK_ENTRIES,
+                    PAGE_BYTES,
+                    WINDOW,
+                    RING,
+                    RATIO,
+                    ENTRIES,
+                    TOP_K,
+                    HAS_CHUNK,
+                    KEYS,
+                    DATA,
+                    SCALE_BYTES,
+                )
+                blocks = load_rows(window, data_at, scales_at, valid, DIM)
+                weight, part_top, part_total = attend_tile(q, blocks, valid, scale, BLOCKS)
+                top, total, old, new = shares(top, total, part_top, part_total)
+                old = tl.broadcast_to(old[:, None], [HB, 64])
+                new = tl.broadcast_to(new[:, None], [HB, 64])
+                joined = ()
+                for b in tl.static_range(BLOCKS):
+                    part = tl.dot(weight, blocks[b])
+                    joined = joined + (scaled_sum(old, acc[b], new, part),)
+                acc = joined
+        sink = tl.load(sink_ptr + h, mask=h < HEADS, other=0.0) * 1.4426950408889634
+        factor = final_factor(top, total, sink)[:, None]
+        cos, sin = load_angles(cos_ptr, sin_ptr, row, ROPE)
+        done = ()
+        for b in tl.static_range(BLOCKS):
+            value = (acc[b] * factor).to(tl.bfloat16).to(tl.float32)
+            if b == BLOCKS - 1:
+                value = rotate_pairs(value, cos, -sin).to(tl.bfloat16).to(tl.float32)
+            done = done + (value,)
+        if QUANT:
+            for c in tl.static_range(DIM // 128):
+                low, high = tl.abs(done[2 * c]), tl.abs(done[2 * c + 1])
+                byte = e4m3_exponent(tl.maximum(tl.max(low, 1), tl.max(high, 1)))
+                fit = power_of_two(254 - byte)[:, None]
+                scale_at = (row * HEADS + h) * (DIM // 128) + c
+                tl.store(scales + scale_at, power_of_two(byte), mask=h < HEADS)
+                d = mma_place(tl.arange(0, 64))[None, :]
+                to = out + (row * HEADS + h)[:, None] * DIM + c * 128 + d
+                tl.store(to, e4m3_codes(done[2 * c] * fit).to(tl.uint8), mask=real)
+                tl.store(to + 64, e4m3_codes(done[2 * c + 1] * fit).to(tl.uint8), mask=real)
+        else:
+            for b in tl.static_range(BLOCKS):
+                value = done[b].to(out.dtype.element_ty)
+                tl.store(out + at + b * 64, value, mask=real)
+    else:
+        tile = tl.program_id(1)
+        if (tile < last) & ((tile >= WINDOW_TILES) | (tile * KEYS <= p)):
+            q = ()
+            for b in tl.static_range(BLOCKS):
+                block = tl.load(q_ptr + at + b * 64, mask=real, other=0.0).to(tl.bfloat16)
+                q = q + (block,)
+            data_at, scales_at, valid = find_rows(
+                window,
+                chunk,
+                entries,
+                selected,
+                table,
+                ring,
+                row,
+                p,
+                start,
+                tile,
+                visible,
+                CHUNK_ENTRIES,
+                PAGE_BYTES,
+                WINDOW,
+                RING,
+                RATIO,
+                ENTRIES,
+                TOP_K,
+                HAS_CHUNK,
+                KEYS,
+                DATA,
+                SCALE_BYTES,
+            )
+            blocks = load_rows(window, data_at, scales_at, valid, DIM)
+            weight, top, total = attend_tile(q, blocks, valid, scale, BLOCKS)
+            part = (row * tl.num_programs(1) + tile) * HEADS + h
+            tl.store(part_sum + part * 2, top, mask=h < HEADS)
+            tl.store(part_sum + part * 2 + 1, total, mask=h < HEADS)
+            to = part_acc + part[:, None] * DIM + tl.arange(0, 64)[None, :]
+            for b in tl.static_range(BLOCKS):
+                tl.store(to + b * 64, tl.dot(weight, blocks[b]), mask=real)
+
+
+@triton.jit
+def load_angles(cos_ptr, sin_ptr, row, ROPE: tl.constexpr):
+    """cos and sin of a row's pairs, [1, ROPE / 2] each."""
+    at = row * (ROPE // 2) + tl.arange(0, ROPE // 2)
+    return tl.load(cos_ptr + at)[None, :], tl.load(sin_ptr + at)[None, :]
 
 
 @triton.jit
@@ -238,45 +335,163 @@ def join(
     sin_ptr,
     positions,
     out,
+    scales,
     part_acc,
     part_sum,
-    num_splits,
+    num_tiles,
+    WINDOW: tl.constexpr,
     RATIO: tl.constexpr,
     TOP_K: tl.constexpr,
-    SPLIT: tl.constexpr,
+    QUANT: tl.constexpr,
     HEADS: tl.constexpr,
-    HB: tl.constexpr,
     DIM: tl.constexpr,
     ROPE: tl.constexpr,
+    KEYS: tl.constexpr,
+    EACH: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
-    """Row and head block: the shares that have keys, in ascending order."""
+    """Row and EACH heads: the tiles that have keys, in ascending order, AHEAD of them read at
+    once."""
+    WINDOW_TILES: tl.constexpr = (WINDOW + KEYS - 1) // KEYS
     row = tl.program_id(0).to(tl.int64)
-    h = tl.program_id(1) * HB + tl.arange(0, HB)
+    h = tl.program_id(1) * EACH + tl.arange(0, EACH)
     d = tl.arange(0, DIM)
-    real = (h < HEADS)[:, None]
+    real = h < HEADS
     p = tl.load(positions + row)
-    if p >= 0:
-        visible = (p + 1) // RATIO if RATIO > 0 else 0
-        if TOP_K > 0:
-            visible = tl.minimum(visible, TOP_K)
-        top = tl.full([HB], float("-inf"), tl.float32)
-        total = tl.zeros([HB], tl.float32)
-        acc = tl.zeros([HB, DIM], tl.float32)
-        for split in range(1 + tl.cdiv(visible, SPLIT)):
-            part = (row * num_splits + split) * HEADS + h
-            part_top = tl.load(part_sum + part * 2, mask=h < HEADS, other=0.0)
-            part_total = tl.load(part_sum + part * 2 + 1, mask=h < HEADS, other=0.0)
-            part_row = part_acc + part[:, None] * DIM + d[None, :]
-            acc = add_part(top, acc, part_top, tl.load(part_row, mask=real, other=0.0))
-            top, total = add_total(top, total, part_top, part_total)
-        sink = tl.load(sink_ptr + h, mask=h < HEADS, other=0.0) * 1.4426950408889634
-        cos, sin = load_rotation(cos_ptr, sin_ptr, row, DIM, ROPE)
-        o = finish(top, total, acc, sink, out.dtype.element_ty).to(tl.float32)
-        o = rotate_pairs(o, cos, -sin).to(out.dtype.element_ty)
-        tl.store(out + (row * HEADS + h)[:, None] * DIM + d[None, :], o, mask=real)
+    visible = (p + 1) // RATIO if RATIO > 0 else 0
+    if TOP_K > 0:
+        visible = tl.minimum(visible, TOP_K)
+    last = tl.where(p >= 0, WINDOW_TILES + tl.cdiv(visible, KEYS), 0)
+    top = tl.full([EACH], float("-inf"), tl.float32)
+    total = tl.zeros([EACH], tl.float32)
+    acc = tl.zeros([EACH, DIM], tl.float32)
+    for first in range(0, last, AHEAD):
+        tops = ()
+        totals = ()
+        parts = ()
+        for i in tl.static_range(AHEAD):
+            tile = tl.zeros([EACH], tl.int32) + (first + i)
+            # A tile without keys adds nothing, exactly: its maximum is -inf.
+            used = real & (tile < last) & ((tile >= WINDOW_TILES) | (tile * KEYS <= p))
+            part = (row * num_tiles + tile) * HEADS + h
+            tops = tops + (tl.load(part_sum + part * 2, mask=used, other=float("-inf")),)
+            totals = totals + (tl.load(part_sum + part * 2 + 1, mask=used, other=0.0),)
+            at = part_acc + part[:, None] * DIM + d[None, :]
+            parts = parts + (tl.load(at, mask=used[:, None], other=0.0),)
+        for i in tl.static_range(AHEAD):
+            top, total, old, new = shares(top, total, tops[i], totals[i])
+            old = tl.broadcast_to(old[:, None], [EACH, DIM])
+            new = tl.broadcast_to(new[:, None], [EACH, DIM])
+            acc = scaled_sum(old, acc, new, parts[i])
+    sink = tl.load(sink_ptr + h, mask=real, other=0.0) * 1.4426950408889634
+    value = (acc * final_factor(top, total, sink)[:, None]).to(tl.bfloat16).to(tl.float32)
+    cos, sin = load_rotation(cos_ptr, sin_ptr, row, DIM, ROPE)
+    value = rotate_pairs(value, cos, -sin).to(tl.bfloat16).to(tl.float32)
+    head = (row * HEADS + h)[:, None]
+    if QUANT:
+        blocks = tl.reshape(value, [EACH, DIM // 128, 128])
+        byte = e4m3_exponent(tl.max(tl.abs(blocks), 2))
+        c = tl.arange(0, DIM // 128)[None, :]
+        tl.store(scales + head * (DIM // 128) + c, power_of_two(byte), mask=real[:, None])
+        codes = e4m3_codes(blocks * power_of_two(254 - byte)[:, :, None])
+        codes = tl.reshape(codes, [EACH, DIM]).to(tl.uint8)
+        tl.store(out + head * DIM + mma_place(d)[None, :], codes, mask=real[:, None])
     else:
-        nothing = tl.zeros([HB, DIM], out.dtype.element_ty)
-        tl.store(out + (row * HEADS + h)[:, None] * DIM + d[None, :], nothing, mask=real)
+        value = value.to(out.dtype.element_ty)
+        tl.store(out + head * DIM + d[None, :], value, mask=real[:, None])
+
+
+def _launch(
+    q: Tensor,
+    sink: Tensor,
+    window: Cache,
+    chunk: Cache | None,
+    entries: Cache | None,
+    selected: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    rows: Rows,
+    out: Tensor,
+    scales: Tensor | None,
+    *,
+    scale: float,
+    sliding_window: int,
+    ratio: int,
+) -> None:
+    num_rows, num_heads, dim = q.shape
+    if num_rows == 0:
+        return
+    top_k = 0 if selected is None else selected.shape[1]
+    most = 0
+    if entries is not None:
+        most = rows.max_entries(ratio) if selected is None else min(top_k, rows.max_entries(ratio))
+    num_tiles = triton.cdiv(sliding_window, KEYS) + triton.cdiv(most, KEYS)
+    whole = num_rows * num_tiles > MAX_PARTS
+    most_heads = HEADS_EACH[device_arch(q.device) if q.is_cuda else "sm90a"]
+    heads = min(most_heads, max(16, triton.next_power_of_2(num_heads)))
+    parts = 0 if whole else num_rows * num_tiles * num_heads
+    part_acc = torch.empty(parts * dim, dtype=torch.float32, device=q.device)
+    part_sum = torch.empty(parts * 2, dtype=torch.float32, device=q.device)
+    ring, paged = fp8_form(window), fp8_form(entries or window)
+    facts = {
+        "WINDOW": sliding_window,
+        "RATIO": ratio if entries is not None else 0,
+        "TOP_K": top_k,
+        "QUANT": scales is not None,
+        "HEADS": num_heads,
+        "DIM": dim,
+        "ROPE": 2 * cos.shape[1],
+        "KEYS": KEYS,
+    }
+    attend[(num_rows, 1 if whole else num_tiles, triton.cdiv(num_heads, heads))](
+        q,
+        sink,
+        window.pages,
+        (chunk or window).pages,
+        (entries or window).pages,
+        rows.positions if selected is None else selected,
+        cos,
+        sin,
+        rows.positions,
+        rows.starts,
+        rows.seq_slots,
+        rows.page_rows,
+        rows.page_table,
+        out,
+        sink if scales is None else scales,
+        part_acc,
+        part_sum,
+        rows.page_table.stride(0),
+        ring.page_bytes,
+        (chunk or window).form.entries_per_page,
+        paged.page_bytes,
+        scale * LOG2E,
+        RING=ring.entries_per_page,
+        ENTRIES=paged.entries_per_page,
+        WHOLE=whole,
+        HAS_CHUNK=chunk is not None,
+        HB=heads,
+        num_warps=8,
+        num_stages=1,
+        **facts,
+    )
+    if not whole:
+        each = min(HEADS_JOINED, triton.next_power_of_2(num_heads))
+        join[(num_rows, triton.cdiv(num_heads, each))](
+            sink,
+            cos,
+            sin,
+            rows.positions,
+            out,
+            sink if scales is None else scales,
+            part_acc,
+            part_sum,
+            num_tiles,
+            EACH=each,
+            AHEAD=8,
+            num_warps=4,
+            **facts,
+        )
 
 
 def window_attention(
@@ -294,76 +509,21 @@ def window_attention(
     sliding_window: int,
     ratio: int,
 ) -> Tensor:
-    num_rows, num_heads, dim = q.shape
-    tiles = TILES[device_arch(q.device)] if q.is_cuda else TILES["sm90a"]
     out = torch.empty_like(q)
-    if num_rows == 0:
-        return out
-    top_k = 0 if selected is None else selected.shape[1]
-    most = 0
-    if entries is not None:
-        most = rows.max_entries(ratio) if selected is None else min(top_k, rows.max_entries(ratio))
-    split = 256 if selected is None else 128
-    num_splits = 1 + triton.cdiv(most, split) if rows.short else 1
-    heads = min(tiles.heads, max(16, triton.next_power_of_2(num_heads)))
-    parts = num_rows * num_splits * num_heads if rows.short else 0
-    part_acc = torch.empty(parts * dim, dtype=torch.float32, device=q.device)
-    part_sum = torch.empty(parts * 2, dtype=torch.float32, device=q.device)
-    ring, paged = fp8_form(window), fp8_form(entries or window)
-    facts = {
-        "RATIO": ratio if entries is not None else 0,
-        "TOP_K": top_k,
-        "SPLIT": split,
-        "HEADS": num_heads,
-        "DIM": dim,
-        "ROPE": 2 * cos.shape[1],
-    }
-    attend[(num_rows, num_splits, triton.cdiv(num_heads, heads))](
+    _launch(
         q,
         sink,
-        window.pages,
-        (chunk or window).pages,
-        (entries or window).pages,
-        rows.positions if selected is None else selected,
+        window,
+        chunk,
+        entries,
+        selected,
         cos,
         sin,
-        rows.positions,
-        rows.starts,
-        rows.seq_slots,
-        rows.page_rows,
-        rows.page_table,
+        rows,
         out,
-        part_acc,
-        part_sum,
-        rows.page_table.stride(0),
-        ring.page_bytes,
-        (chunk or window).form.entries_per_page,
-        paged.page_bytes,
-        scale * LOG2E,
-        WINDOW=sliding_window,
-        RING=ring.entries_per_page,
-        ENTRIES=paged.entries_per_page,
-        WHOLE=not rows.short,
-        HAS_CHUNK=chunk is not None,
-        HB=heads,
-        KEYS=tiles.keys,
-        num_warps=tiles.num_warps,
-        num_stages=1,
-        **facts,
+        None,
+        scale=scale,
+        sliding_window=sliding_window,
+        ratio=ratio,
     )
-    if rows.short:
-        join_heads = min(8, num_heads)
-        join[(num_rows, triton.cdiv(num_heads, join_heads))](
-            sink,
-            cos,
-            sin,
-            rows.positions,
-            out,
-            part_acc,
-            part_sum,
-            num_splits,
-            HB=triton.next_power_of_2(join_heads),
-            num_warps=4,
-            **facts,
-        )
     return out

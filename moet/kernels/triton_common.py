@@ -40,6 +40,13 @@ def e4m3_codes(x):
 
 
 @triton.jit
+def mma_place(column):
+    """Where layout.to_mma_order puts a column's byte."""
+    word = (column >> 2) & 7
+    return (column & -32) | ((word & 1) << 4) | ((word >> 1) << 2) | (column & 3)
+
+
+@triton.jit
 def e2m1_codes(x):
     """x (fp32, at most 6 in size but for rounding) to e2m1, ties to even. Returns int32 0..15."""
     size = tl.abs(x)

@@ -63,7 +63,7 @@ def signature_of(
     return types, constants, attrs
 
 
-def launches(tiles: str) -> list[Launch]:
+def launches(arch: str) -> list[Launch]:
     """What the ops launch for decode steps with short and long contexts, and for a chunk."""
     caught: dict[str, Launch] = {}
 
@@ -76,20 +76,20 @@ def launches(tiles: str) -> list[Launch]:
         caught.setdefault(key, (self, values, options))
 
     original, JITFunction.run = JITFunction.run, record
-    device_tiles = dict(triton_attention.TILES)
-    triton_attention.TILES["sm90a"] = triton_attention.TILES[tiles]
+    heads = dict(triton_attention.HEADS_EACH)
+    triton_attention.HEADS_EACH["sm90a"] = heads[arch]  # what is not on a GPU counts as sm90a
     try:
         cpu = torch.device("cpu")
         for step in (
             Released(1, 131072, cpu),
             Released(2, 4096, cpu),
-            Released(20, 4096, cpu, chunk=True),
+            Released(600, 4096, cpu, chunk=True),
         ):
             for call in step.ops().values():
                 call()
     finally:
         JITFunction.run = original
-        triton_attention.TILES.update(device_tiles)
+        triton_attention.HEADS_EACH.update(heads)
     return list(caught.values())
 
 
