@@ -37,8 +37,9 @@ from bench.train_demo.v4 import V4, fill_hash_tables
 DRAFT_WEIGHT = 0.3
 LONG_SHARE = 0.08  # of conversations in long rows
 BIAS_STEP = 2e-3  # of the router biases, decayed with the learning rate
+LONG_ROWS = 2  # of 8192 tokens, computed at a time
 PEAK_LR = 4e-3
-WARM_UP_STEPS = 80
+WARM_UP_STEPS = 40
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,11 @@ class Phase:
     rounded: bool
 
 
-def phase(progress: float, num_steps: int) -> Phase:
+def phase(progress: float, num_steps: int, long_every: int = 2) -> Phase:
     """progress: share of all training time that has passed."""
     warm = min(1.0, (num_steps + 1) / WARM_UP_STEPS)
     lr = PEAK_LR * warm * (0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0))))
-    return Phase(lr, 2 if progress >= 0.70 else 0, progress >= 0.85)
+    return Phase(lr, long_every if progress >= 0.70 else 0, progress >= 0.85)
 
 
 def build(family: Family, tokenizer: Path, dtype: torch.dtype, size: Size = "wide") -> nn.Module:
@@ -134,19 +135,34 @@ class Trainer:
         self.seconds = 0.0
         self.rounded = False
 
-    def step(self, ids: Tensor, weights: Tensor, now: Phase, **how: Any) -> dict[str, Tensor]:
-        """One update. ids, weights: [B, T + 2]. Returns tensors, so that nothing waits."""
-        losses = self.model.losses(ids, weights, **how)
-        per_token = (losses.main + DRAFT_WEIGHT * losses.draft) / losses.weight
-        (per_token + losses.index).backward()
+    def step(
+        self, ids: Tensor, weights: Tensor, now: Phase, rows: int, **how: Any
+    ) -> dict[str, Tensor]:
+        """One update. ids, weights: [B, T + 2], of which `rows` are computed at a time.
+
+        Returns tensors, so that nothing waits.
+        """
+        total = weights[:, 1:-1].sum()
+        parts, loads = [], []
+        for piece in zip(ids.split(rows), weights.split(rows), strict=True):
+            losses = self.model.losses(*piece, **how)
+            share = len(piece[0]) / len(ids)
+            per_token = (losses.main + DRAFT_WEIGHT * losses.draft) / total
+            (per_token + share * losses.index).backward()
+            parts.append(
+                (losses.main.detach(), losses.draft.detach(), losses.index.detach() * share)
+            )
+            loads.append(losses.loads)
+        main, draft, index = (torch.stack(values).sum() for values in zip(*parts, strict=True))
+        busy = [torch.stack(layer).sum(0) for layer in zip(*loads, strict=True)]
         self.rounded = now.rounded
         norm = self.optimizer.step(now.lr, self.round if now.rounded else None)
-        balance(self.biases, losses.loads, BIAS_STEP * now.lr / PEAK_LR)
-        spread = torch.stack([load.max() / load.mean() for load in losses.loads]).max()
+        balance(self.biases, busy, BIAS_STEP * now.lr / PEAK_LR)
+        spread = torch.stack([load.max() / load.mean() for load in busy]).max()
         return {
-            "main": losses.main.detach() / losses.weight,
-            "draft": losses.draft.detach() / losses.weight,
-            "index": losses.index.detach(),
+            "main": main / total,
+            "draft": draft / total,
+            "index": index,
             "norm": norm,
             "spread": spread,
         }
@@ -200,13 +216,15 @@ def train(args: argparse.Namespace) -> None:
     while time.monotonic() - begin < args.seconds and trainer.seconds < args.total:
         started = time.monotonic()
         progress = trainer.seconds / args.total
-        now = phase(progress, trainer.optimizer.num_steps)
+        now = phase(progress, trainer.optimizer.num_steps, args.long_every)
         long = bool(now.long_every) and trainer.optimizer.num_steps % now.long_every == 0
         num_rows, stride = (args.rows // 8, 16) if long else (args.rows, 8)
         ids, weights = split(feeds[long].batch(num_rows), pad, args.device)
         offset = torch.randint(stride, (1,)).to(args.device)
         how = {"sparse": long, "offset": offset, "stride": stride}
-        shown = trainer.step(ids, weights, now, **how)
+        # Compiling the long shapes takes longer than all their steps.
+        torch.compiler.set_stance("force_eager" if long else "default")
+        shown = trainer.step(ids, weights, now, LONG_ROWS if long else num_rows, **how)
         if warm[long] < 3 or trainer.optimizer.num_steps % 10 == 0:
             torch.cuda.synchronize() if args.device == "cuda" else None
         took = time.monotonic() - started
@@ -214,7 +232,7 @@ def train(args: argparse.Namespace) -> None:
         trainer.seconds += min(took, 1.0) if warm[long] < 3 else took
         warm[long] += 1
         num_tokens += ids.numel()
-        if time.monotonic() - last_log > 10:
+        if time.monotonic() - last_log > 10 or (long and warm[True] < 4):
             values = " ".join(f"{k} {float(v):.3f}" for k, v in shown.items())
             rate = num_tokens / (time.monotonic() - last_log)
             waiting = feeds[False].queue.qsize()
@@ -268,6 +286,7 @@ def main() -> None:
     parser.add_argument("--size", choices=("wide", "narrow", "micro"), default="wide")
     parser.add_argument("--deliver", choices=("snapshot", "export"), default="export")
     parser.add_argument("--rows", type=int, default=64, help="of 1024 tokens per step")
+    parser.add_argument("--long-every", type=int, default=2, help="late in training; 0 for never")
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--no-compile", dest="compile", action="store_false")

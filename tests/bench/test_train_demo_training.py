@@ -34,7 +34,9 @@ def test_steps_lower_the_loss(family: Family) -> None:
         batch = np.stack([next(source) for _ in range(2)])
         ids, weights = split(batch, renderer(family).pad, "cpu")
         now = Phase(4e-3 * min(1, (step + 1) / 4), 0, step >= 9)
-        shown = small.step(ids, weights, now, sparse=step % 2 == 0, offset=offset, stride=8)
+        shown = small.step(
+            ids, weights, now, len(ids), sparse=step % 2 == 0, offset=offset, stride=8
+        )
         losses.append(float(shown["main"]))
         assert float(shown["index"]) > 0
         assert float(shown["draft"]) > 0
@@ -96,11 +98,11 @@ def test_a_saved_trainer_goes_on_alike(tmp_path: Path) -> None:
         batch = np.stack([next(source) for _ in range(2)])
         batches.append(split(batch, renderer("glm").pad, "cpu"))
     now = Phase(1e-3, 0, False)
-    one.step(*batches[0], now, **how)
-    one.step(*batches[1], now, **how)
+    one.step(*batches[0], now, 1, **how)
+    one.step(*batches[1], now, 1, **how)
     one.save(tmp_path / "state.pt")
     other.load(tmp_path / "state.pt")
-    a, b = one.step(*batches[2], now, **how), other.step(*batches[2], now, **how)
+    a, b = one.step(*batches[2], now, 1, **how), other.step(*batches[2], now, 1, **how)
     assert float(a["main"]) == float(b["main"])
     for name, master in one.optimizer.masters.items():
         assert torch.equal(master, other.optimizer.masters[name]), name
