@@ -117,6 +117,13 @@ def _engine_flags(made: argparse.ArgumentParser) -> None:
     model.add_argument("--rounding", choices=["deployed", "none"], default="deployed",
                        help="round activations as the checkpoint was trained for")  # fmt: skip
     model.add_argument("--seed", type=int, default=0, help="for requests that bring none")
+    group = made.add_argument_group("several processes")
+    group.add_argument("--tensor-parallel-size", "-tp", type=int, default=1, metavar="N",
+                       help="ranks that share every layer: 1, 2 or 4")  # fmt: skip
+    group.add_argument("--pipeline-parallel-size", "-pp", type=int, default=1, metavar="N",
+                       help="stages that hold some of the layers each")  # fmt: skip
+    group.add_argument("--hang-timeout", type=float, default=15.0, metavar="SECONDS",
+                       help="after which a rank without a sign of life ends all")  # fmt: skip
     cache = made.add_argument_group("cache")
     cache.add_argument("--kv-cache-dtype", choices=["auto", "fp8", "nvfp4", "bf16", "fp32"],
                        default="auto", help="nvfp4: GLM-5.2 only")  # fmt: skip

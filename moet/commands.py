@@ -19,11 +19,14 @@ from rich.table import Table
 from moet import __version__
 from moet.config import (
     CacheConfig,
+    EngineConfig,
     KVDtype,
     ModelSettings,
+    ParallelConfig,
     SchedulerConfig,
     ServerConfig,
     api_keys_from_environment,
+    launched,
 )
 from moet.errors import ConfigError
 
@@ -290,8 +293,13 @@ def _engine(
     prefix_cache = args.prefix_cache
     if prefix_cache is None:
         prefix_cache = "on" if args.enable_prefix_caching else "off"
-    return Engine(
-        args.model or args.model_flag or "demo",
+    parallel = ParallelConfig(
+        tensor=args.tensor_parallel_size,
+        pipeline=args.pipeline_parallel_size,
+        hang_timeout_s=args.hang_timeout,
+    )
+    config = EngineConfig(
+        model=args.model or args.model_flag or "demo",
         settings=ModelSettings(rounding=args.rounding, precision=args.precision),
         cache=CacheConfig(
             kv_dtype=_kv_dtype(args),
@@ -316,11 +324,35 @@ def _engine(
             num_spec_tokens=num_spec_tokens(args),
             adaptive_spec=args.adaptive_spec,
         ),
+        parallel=parallel,
+        seed=args.seed,
+    )
+    _be_rank(config)
+    return Engine(
+        config.model,
+        settings=config.settings,
+        cache=config.cache,
+        scheduler=config.scheduler,
+        tensor_parallel=parallel.tensor,
+        pipeline_parallel=parallel.pipeline,
+        hang_timeout_s=parallel.hang_timeout_s,
         seed=args.seed,
         own_process=own_process,
         wait=wait,
         on_death=on_death,
     )
+
+
+def _be_rank(config: EngineConfig) -> None:
+    """Where torchrun has started this process as another rank than 0, be that, and exit."""
+    outside = launched()
+    if outside is None:
+        return
+    from moet.runtime.parallel.start import place_of, run_rank
+
+    place = place_of(outside, config)
+    if place.rank > 0:
+        raise SystemExit(run_rank(config, place))
 
 
 def num_spec_tokens(args: argparse.Namespace) -> int:

@@ -170,10 +170,12 @@ class ExpertRows:
     A sub-row holds `columns` of the intermediate size: those rows of w1 and of w3, those columns of
     w2, and their scales (gate, up, down). There are four when the intermediate size allows
     sub-rows of a multiple of 512, so that 1, 2 or 4 ranks read 4, 2 or 1 of them; else one.
+    fixed_sub_rows: how many there are of a rank's share of such a row, in place of that rule.
     """
 
     hidden_size: int
     moe_intermediate_size: int
+    fixed_sub_rows: int | None = None
 
     name: ClassVar[str]
     code_bits: ClassVar[int]
@@ -190,6 +192,8 @@ class ExpertRows:
 
     @property
     def num_sub_rows(self) -> int:
+        if self.fixed_sub_rows is not None:
+            return self.fixed_sub_rows
         return 1 if self.moe_intermediate_size % (4 * SUB_ROW_COLUMNS) else 4
 
     @property

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from moet.config import KVDtype, ModelSettings
     from moet.kernels.device_gemm import Device
     from moet.models.base import Model, TensorSource
+    from moet.models.sharding import Shard
 
 
 def _deepseek_v4(
@@ -20,12 +21,13 @@ def _deepseek_v4(
     kv_dtype: KVDtype,
     num_spec_tokens: int,
     gpu: Device | None,
+    shard: Shard,
 ) -> Model:
     from moet.models.deepseek_v4 import DeepseekV4
     from moet.models.deepseek_v4_config import DeepseekV4Config
 
     config = DeepseekV4Config.from_dict(raw_config)
-    return DeepseekV4.load(config, source, settings, kv_dtype, num_spec_tokens, gpu=gpu)
+    return DeepseekV4.load(config, source, settings, kv_dtype, num_spec_tokens, shard, gpu=gpu)
 
 
 def _glm_moe_dsa(
@@ -35,6 +37,7 @@ def _glm_moe_dsa(
     kv_dtype: KVDtype,
     num_spec_tokens: int,
     gpu: Device | None,
+    shard: Shard,
 ) -> Model:
     from moet.models.glm_moe_dsa import GlmMoeDsa
     from moet.models.glm_moe_dsa_config import GlmMoeDsaConfig
@@ -42,7 +45,7 @@ def _glm_moe_dsa(
     config = GlmMoeDsaConfig.from_dict(raw_config)
     if gpu is not None:
         raise ConfigError("GLM-5.2 runs on the reference ops only so far; use --device cpu")
-    return GlmMoeDsa.load(config, source, settings, kv_dtype, num_spec_tokens)
+    return GlmMoeDsa.load(config, source, settings, kv_dtype, num_spec_tokens, shard)
 
 
 _Loader = Callable[..., "Model"]
@@ -59,12 +62,16 @@ def load_model(
     kv_dtype: KVDtype,
     num_spec_tokens: int = 0,
     gpu: Device | None = None,
+    shard: Shard | None = None,
 ) -> Model:
     """Build the model that a parsed config.json names, reading everything but routed experts.
 
-    gpu: where it goes, of settings.arch; None for the reference ops.
+    gpu: where it goes, of settings.arch; None for the reference ops. shard: what this process has
+    of it; None: everything.
     Raises ConfigError for an unknown architecture or config, CheckpointError for bad tensors.
     """
+    from moet.models.sharding import WHOLE
+
     architectures = raw_config.get("architectures") or [None]
     loader = LOADERS.get(architectures[0])
     if loader is None:
@@ -72,4 +79,4 @@ def load_model(
             f"config.json names the architecture {architectures[0]!r}; moet runs "
             f"{', '.join(LOADERS)}"
         )
-    return loader(raw_config, source, settings, kv_dtype, num_spec_tokens, gpu)
+    return loader(raw_config, source, settings, kv_dtype, num_spec_tokens, gpu, shard or WHOLE)

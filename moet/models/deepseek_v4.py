@@ -38,7 +38,7 @@ from moet.models.deepseek_v4_cache import (
 from moet.models.deepseek_v4_config import DeepseekV4Config
 from moet.models.layers import Embedding, GroupedLinear, Linear, LMHead, Weights, joined
 from moet.models.moe import MoE, Router, SwigluMlp
-from moet.models.sharding import WHOLE, Shard, divide_deepseek_v4, stage_layers
+from moet.models.sharding import WHOLE, Shard, deepseek_v4_layers, divide_deepseek_v4
 from moet.models.step import Place, step_rows
 
 CosSin = tuple[Tensor, Tensor]
@@ -457,12 +457,6 @@ class MTPBlock:
         return self.block.finish(residual)
 
 
-def _own_layers(config: DeepseekV4Config, shard: Shard) -> range:
-    num_layers = config.num_hidden_layers
-    owners = [i for i in range(num_layers) if config.layer_kind(i) == "csa"]
-    return stage_layers(owners, num_layers, shard)
-
-
 @dataclass(eq=False)
 class DeepseekV4:
     """The whole model. `load` builds it; `forward` runs a step."""
@@ -515,7 +509,7 @@ class DeepseekV4:
                 "block (mtp.0.e_proj.weight); use 0"
             )
         dtype = torch.float32 if settings.rounding == "none" else torch.bfloat16
-        own = _own_layers(config, shard)
+        own = deepseek_v4_layers(config, shard)
         is_first, is_last, drafts = shard.is_first, shard.is_last, num_spec_tokens > 0
         held = range(own.start, own.stop + (is_last and drafts))
         layout = CacheLayout(

@@ -34,7 +34,7 @@ from moet.models.base import (
 from moet.models.glm_moe_dsa_config import GlmMoeDsaConfig
 from moet.models.layers import Embedding, LMHead, RMSNorm, Weights
 from moet.models.moe import MoE, Router, SwigluMlp
-from moet.models.sharding import WHOLE, Shard, divide_glm_moe_dsa, stage_layers
+from moet.models.sharding import WHOLE, Shard, divide_glm_moe_dsa, glm_moe_dsa_layers
 from moet.models.step import LayerCache, SequenceRows, sequences
 
 PAGE_SIZE = 64  # tokens
@@ -343,11 +343,6 @@ class CacheLayout:
         return LayerCache("index", self.held_owners.index(layer_idx), self.index_keys)
 
 
-def _own_layers(config: GlmMoeDsaConfig, shard: Shard) -> range:
-    owners = [i for i in range(config.num_hidden_layers) if config.owns_indexer(i)]
-    return stage_layers(owners, config.num_hidden_layers, shard)
-
-
 @dataclass(eq=False)
 class GlmMoeDsa:
     """The whole model. `load` builds it; `forward` runs a step."""
@@ -393,7 +388,7 @@ class GlmMoeDsa:
             )
         config, source = divide_glm_moe_dsa(config, source, shard)
         weights = Weights(source, settings)
-        own, drafts = _own_layers(config, shard), num_spec_tokens > 0 and shard.is_last
+        own, drafts = glm_moe_dsa_layers(config, shard), num_spec_tokens > 0 and shard.is_last
         held = range(own.start, own.stop + drafts)
         layout = CacheLayout(config, kv_dtype, settings.rounding, num_spec_tokens > 0, held)
         dtype = torch.float32 if settings.rounding == "none" else torch.bfloat16

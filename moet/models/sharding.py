@@ -7,9 +7,9 @@ each other is behind `Comm`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from moet.kernels.gemm import FP8_BLOCK, MAX_SLICES, slices_of
 from moet.kernels.moe import ExpertFormat, ExpertTable
 from moet.models.base import ExpertProvider, TensorSource
 from moet.models.deepseek_v4_config import DeepseekV4Config
-from moet.models.glm_moe_dsa_config import GlmMoeDsaConfig
+from moet.models.glm_moe_dsa_config import ARCHITECTURE, GlmMoeDsaConfig
 
 Cut = Literal["whole", "outputs", "inputs"]
 
@@ -80,6 +80,10 @@ class Shard:
     def __post_init__(self) -> None:
         if self.size not in (1, 2, MAX_SLICES):
             raise ConfigError(f"-tp is {self.size}; it must be 1, 2 or {MAX_SLICES}")
+
+    @property
+    def is_alone(self) -> bool:
+        return self.size == self.num_stages == 1
 
     @property
     def is_first(self) -> bool:
@@ -387,3 +391,28 @@ def stage_layers(owners: Sequence[int], num_layers: int, shard: Shard) -> range:
         cuts.append(min(free[: len(free) - left], key=lambda each: (abs(each - ideal), each)))
     cuts.append(num_layers)
     return range(cuts[shard.stage], cuts[shard.stage + 1])
+
+
+def deepseek_v4_layers(config: DeepseekV4Config, shard: Shard) -> range:
+    """The decoder layers of this stage."""
+    num_layers = config.num_hidden_layers
+    owners = [i for i in range(num_layers) if config.layer_kind(i) == "csa"]
+    return stage_layers(owners, num_layers, shard)
+
+
+def glm_moe_dsa_layers(config: GlmMoeDsaConfig, shard: Shard) -> range:
+    """The decoder layers of this stage."""
+    num_layers = config.num_hidden_layers
+    owners = [i for i in range(num_layers) if config.owns_indexer(i)]
+    return stage_layers(owners, num_layers, shard)
+
+
+def held_layers(
+    raw_config: Mapping[str, Any], layers: Sequence[int], shard: Shard
+) -> tuple[int, ...]:
+    """Which of `layers` this stage has; draft blocks, numbered behind them, are the last one's."""
+    if raw_config["architectures"][0] == ARCHITECTURE:
+        own = glm_moe_dsa_layers(GlmMoeDsaConfig.from_dict(raw_config), shard)
+    else:
+        own = deepseek_v4_layers(DeepseekV4Config.from_dict(raw_config), shard)
+    return tuple(i for i in layers if i in own or (shard.is_last and i >= own.stop))

@@ -18,7 +18,13 @@ from typing import TypeVar
 
 import msgspec
 
-from moet.config import CacheConfig, EngineConfig, ModelSettings, SchedulerConfig
+from moet.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelSettings,
+    ParallelConfig,
+    SchedulerConfig,
+)
 from moet.errors import MoetError, OverloadedError, RequestError
 from moet.runtime.grammar_check import check_grammar
 from moet.runtime.host import Core, Host, HostState, Progress, ThreadHost
@@ -49,6 +55,9 @@ class Engine:
     own_process: run the step loop in a process of its own; call from under
     `if __name__ == "__main__"` then. wait: return only when requests are taken; otherwise calls
     raise OverloadedError until `state` is "ready".
+    tensor_parallel, pipeline_parallel: processes that share each layer, and stages that hold some
+    of the layers each; the others are started here and live no longer than this engine.
+    hang_timeout_s: after which one that gives no sign of life ends all.
 
     Raises ConfigError or CheckpointError if the model cannot be served.
     """
@@ -60,6 +69,9 @@ class Engine:
         settings: ModelSettings | None = None,
         cache: CacheConfig | None = None,
         scheduler: SchedulerConfig | None = None,
+        tensor_parallel: int = 1,
+        pipeline_parallel: int = 1,
+        hang_timeout_s: float = 15.0,
         seed: int = 0,
         own_process: bool = False,
         wait: bool = True,
@@ -70,6 +82,9 @@ class Engine:
             settings=settings or ModelSettings(),
             cache=cache or CacheConfig(),
             scheduler=scheduler or SchedulerConfig(),
+            parallel=ParallelConfig(
+                tensor=tensor_parallel, pipeline=pipeline_parallel, hang_timeout_s=hang_timeout_s
+            ),
             seed=seed,
         )
         build = partial(_load_core, config)

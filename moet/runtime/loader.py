@@ -30,6 +30,7 @@ from moet.models.convert_plan import ConvertOptions
 from moet.models.moe import UnpackedExperts
 from moet.models.pack import FORMAT_VERSION, Pack, is_pack
 from moet.models.progress import Progress as ByteProgress
+from moet.models.sharding import WHOLE, Shard
 from moet.models.synthetic import write_checkpoint
 from moet.runtime.core import EngineCore
 from moet.runtime.experts.store import ResidentExpertStore
@@ -37,6 +38,7 @@ from moet.runtime.experts.usage import CountedExperts
 from moet.runtime.grammar_compiler import GrammarCompiler
 from moet.runtime.host import Progress
 from moet.runtime.memory import require_fit
+from moet.runtime.parallel.experts import rank_experts
 from moet.runtime.text_side import DEMO, model_folder
 from moet.runtime.tokenizer import Tokenizer
 
@@ -50,7 +52,22 @@ def load_core(config: EngineConfig, progress: Progress) -> EngineCore:
     known = model_folder(config.model) / "config.json"
     if known.is_file():  # or else it is the demo, which is not made yet
         _require_memory(config, read_config(known))
-    pack = open_pack(config.model, progress)
+    if config.parallel.num_ranks > 1:
+        from moet.runtime.parallel.start import load_leading_core  # which builds its core here
+
+        return load_leading_core(config, progress)
+    return build_core(config, open_pack(config.model, progress), progress)
+
+
+def build_core(
+    config: EngineConfig,
+    pack: Pack,
+    progress: Progress,
+    *,
+    shard: Shard = WHOLE,
+    kind: type[EngineCore] = EngineCore,
+) -> EngineCore:
+    """Load what a rank holds of a pack, and wire a core around it. kind: the core's class."""
     _require_memory(config, pack.config)
     progress("weights", 0.0)
     model = load_model(
@@ -59,11 +76,12 @@ def load_core(config: EngineConfig, progress: Progress) -> EngineCore:
         config.settings,
         config.cache.kv_dtype,
         config.scheduler.num_spec_tokens,
+        shard=shard,
     )
-    experts, counted = _experts(pack, config.settings, progress)
+    experts, counted = _experts(pack, config.settings, progress, shard)
     tokenizer = Tokenizer.from_folder(model_folder(config.model))
     progress("ready", 1.0)
-    return EngineCore(
+    return kind(
         model,
         experts,
         cache=config.cache,
@@ -90,14 +108,18 @@ def _kv_identity(pack: Pack, config: EngineConfig) -> str:
 
 
 def _experts(
-    pack: Pack, settings: ModelSettings, progress: Progress
+    pack: Pack, settings: ModelSettings, progress: Progress, shard: Shard = WHOLE
 ) -> tuple[ExpertProvider, CountedExperts]:
     """All experts in memory; on the reference ops unpacked, if that leaves memory to others."""
-    store = ResidentExpertStore(
-        pack,
-        settings.precision,
-        lambda report: progress("experts", report.done_bytes / report.total_bytes),
-    )
+
+    def tell(report: ByteProgress) -> None:
+        progress("experts", report.done_bytes / report.total_bytes)
+
+    store: ExpertProvider
+    if shard.is_alone:
+        store = ResidentExpertStore(pack, settings.precision, tell)
+    else:
+        store = rank_experts(pack, settings.precision, shard, tell)
     counted = CountedExperts(store)
     experts = pack.experts
     num_weights = 3 * experts.num_rows * experts.hidden_size * experts.moe_intermediate_size

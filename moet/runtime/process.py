@@ -111,7 +111,7 @@ class _SocketInbox:
 
     def take(self, *, wait: bool) -> list[Command]:
         commands: list[Command] = []
-        while self.socket.poll(1000 * IDLE_POLL_S if wait and not commands else 0):
+        while self.socket.poll(int(1000 * IDLE_POLL_S) if wait and not commands else 0):
             commands.append(self.decoder.decode(self.socket.recv()))
         return commands
 

@@ -1,0 +1,385 @@
+"""The ranks of a group as one of them sees it: collectives, announcements, agreement, failure.
+
+Ranks are numbered stage by stage: rank = stage * tensor + tensor rank. Rank 0 decides what is done;
+the others are told. Knows bytes and tensors; knows nothing of batches or models. Needs no global
+process group, so that a program that embeds an engine keeps its own.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from time import monotonic, sleep
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import (
+    BroadcastOptions,
+    PrefixStore,
+    ProcessGroupGloo,
+    Store,
+    TCPStore,
+    Work,
+)
+
+from moet.config import ParallelConfig
+from moet.errors import ConfigError
+from moet.kernels.gemm import tree_sum
+from moet.models.sharding import Shard
+from moet.runtime.parallel.monitor import GroupError, Monitor
+
+logger = logging.getLogger(__name__)
+
+POLL = timedelta(seconds=0.2)
+NEVER = timedelta(days=3650)  # waits end by what the monitor says
+JOIN_TIMEOUT_S = 120.0
+PROBE_TIMEOUT_S = 30.0
+PROBE_WORDS = 1 << 16
+INLINE_BYTES = 4096 - 8  # of an announcement that goes along with its length
+MAX_UNDECIDED = 2  # steps whose results have not been compared yet
+LOOPBACK = "127.0.0.1"
+
+
+_GLOO: Any = ProcessGroupGloo  # its stub lacks what is used here
+
+
+class Links(Protocol):
+    """Connections between some ranks, as torch's process groups have them."""
+
+    def rank(self) -> int: ...
+    def size(self) -> int: ...
+    def allgather(self, outs: list[list[Tensor]], x: list[Tensor]) -> Work: ...
+    def broadcast(self, x: list[Tensor], options: BroadcastOptions) -> Work: ...
+    def send(self, x: list[Tensor], to: int, tag: int) -> Work: ...
+    def recv(self, x: list[Tensor], sender: int, tag: int) -> Work: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank finds the others. hosts_store: whether it opens the port itself."""
+
+    rank: int
+    host: str
+    port: int
+    hosts_store: bool
+    attempt: str = "0"
+
+
+class Group:
+    """This process among the ranks. Use `join`; calls come from one thread at a time."""
+
+    def __init__(self, place: Place, config: ParallelConfig, monitor: Monitor, store: Store):
+        self.config = config
+        self.rank = place.rank
+        self.size = config.tensor
+        self.stage, self.tensor_rank = divmod(place.rank, config.tensor)
+        self.monitor = monitor
+        self.step = 0
+        self.lost: Callable[[], str | None] = lambda: (
+            None
+        )  # which rank's process has ended, if known
+        self._store = store
+        self._device = _gloo_device(place.host)
+        self.world = self._gloo("world", place.rank, config.num_ranks)
+        self.verdicts = self._gloo("verdicts", place.rank, config.num_ranks)
+        self._undecided: deque[tuple[Work, list[Tensor], str]] = deque()
+        column = [stage * self.size + self.tensor_rank for stage in range(config.pipeline)]
+        self.comm = GroupComm(
+            self,
+            self._gloo(f"stage{self.stage}", self.tensor_rank, self.size),
+            self._gloo(f"column{self.tensor_rank}", self.stage, len(column)),
+        )
+
+    @classmethod
+    def join(
+        cls,
+        place: Place,
+        config: ParallelConfig,
+        claims: Mapping[str, str],
+        listener: socket.socket | None = None,
+    ) -> Group:
+        """Meet the other ranks, compare claims, and check that what is sent arrives.
+
+        claims: what must be the same on every rank, such as a pack's identity. listener: the bound
+        socket of the store, if this rank opens it. Raises GroupError naming a rank that does not
+        come, has other claims, or gets wrong data.
+        """
+        num_ranks = config.num_ranks
+        name = rank_names(config)
+        try:
+            store = _store(place, num_ranks, listener)
+            store = PrefixStore(f"moet/{place.attempt}", store)
+            pulses = _store(place, num_ranks, None, client=True)
+            pulses.set_timeout(timedelta(seconds=config.hang_timeout_s))
+            pulses = PrefixStore(f"moet/{place.attempt}", pulses)
+        except RuntimeError as error:
+            message = f"{name(place.rank)} cannot reach the store at {place.host}:{place.port}"
+            raise GroupError(f"{message} within {JOIN_TIMEOUT_S:g} s: {error}") from error
+        monitor = Monitor(pulses, place.rank, num_ranks, timeout_s=config.hang_timeout_s, name=name)
+        store.set(f"claims/{place.rank}", json.dumps(dict(claims)))
+        _compare_claims(store, num_ranks, name, claims)
+        monitor.start()
+        try:
+            group = cls(place, config, monitor, store)
+            group.probe()
+        except RuntimeError as error:
+            message = f"{name(place.rank)} cannot connect to the other ranks: {_first_line(error)}"
+            raise GroupError(monitor.fail(message)) from error
+        logger.info("%s has joined %d ranks", name(place.rank), num_ranks)
+        return group
+
+    @property
+    def shard(self) -> Shard:
+        """What this rank holds of a model."""
+        return Shard(self.tensor_rank, self.size, self.stage, self.config.pipeline, self.comm)
+
+    @property
+    def name(self) -> str:
+        return rank_names(self.config)(self.rank)
+
+    def probe(self) -> None:
+        """Send a pattern through every kind of collective and compare what arrives."""
+
+        def pattern(rank: int) -> Tensor:
+            return torch.arange(PROBE_WORDS, dtype=torch.int32) * 2654435 + rank
+
+        every = self.gathered(self.world, pattern(self.rank), "probe", PROBE_TIMEOUT_S)
+        for rank, found in enumerate(every):
+            if not torch.equal(found, pattern(rank)):
+                wrong = int((found != pattern(rank)).sum())
+                sender = rank_names(self.config)(rank)
+                reason = (
+                    f"the probe of collectives failed: of {PROBE_WORDS} words from {sender} to "
+                    f"{self.name} {wrong} are wrong"
+                )
+                raise GroupError(self.monitor.fail(reason))
+
+    def meet(self, what: str) -> None:
+        """Wait until every rank is here."""
+        self.gathered(self.world, torch.zeros(1), what)
+
+    def begin_step(self) -> None:
+        """Count a step; collectives are named by it."""
+        self.step += 1
+        self.comm.begin_step()
+
+    # Rank 0 tells, the others hear
+
+    def announce(self, data: bytes) -> None:
+        """Tell every rank what is next. From rank 0."""
+        head = torch.zeros(8 + INLINE_BYTES, dtype=torch.uint8)
+        head[:8] = torch.tensor([len(data)], dtype=torch.int64).view(torch.uint8)
+        body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        head[8 : 8 + len(data)] = body[:INLINE_BYTES]
+        self._broadcast(head, "announcement")
+        if len(data) > INLINE_BYTES:
+            self._broadcast(body[INLINE_BYTES:].clone(), "announcement")
+
+    def heard(self) -> bytes:
+        """What rank 0 tells next; waits as long as it takes."""
+        head = torch.empty(8 + INLINE_BYTES, dtype=torch.uint8)
+        self._broadcast(head, "waiting for work")
+        length = int(head[:8].view(torch.int64))
+        parts = [head[8 : 8 + min(length, INLINE_BYTES)]]
+        if length > INLINE_BYTES:
+            rest = torch.empty(length - INLINE_BYTES, dtype=torch.uint8)
+            self._broadcast(rest, "announcement")
+            parts.append(rest)
+        return torch.cat(parts).numpy().tobytes()
+
+    def agree(self, digest: bytes, what: str) -> None:
+        """Compare 16 bytes with every rank's, a step or two later: nobody waits for the others now.
+
+        Raises GroupError naming those that differed.
+        """
+        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+        outs = [torch.empty_like(mine) for _ in range(self.verdicts.size())]
+        work = self.verdicts.allgather([outs], [mine])
+        self._undecided.append((work, outs, f"{what} of step {self.step}"))
+        while len(self._undecided) > MAX_UNDECIDED:
+            self._decide()
+
+    def settle(self) -> None:
+        """Wait for every comparison that is under way."""
+        while self._undecided:
+            self._decide()
+
+    def _decide(self) -> None:
+        work, every, what = self._undecided.popleft()
+        self.wait(work, f"comparing {what}")
+        differ = [r for r, found in enumerate(every) if not torch.equal(found, every[0])]
+        if differ:
+            names = " and ".join(map(rank_names(self.config), differ))
+            reason = (
+                f"{names} disagrees with rank 0 on {what}: their memory or kernels are at fault"
+            )
+            raise GroupError(self.monitor.fail(reason))
+
+    def close(self) -> None:
+        """Leave. The others are expected to, too."""
+        self.monitor.close()
+
+    # Collectives
+
+    def gathered(
+        self, pg: Links, x: Tensor, what: str, limit_s: float | None = None
+    ) -> list[Tensor]:
+        """Every rank's x, in rank order."""
+        outs = [torch.empty_like(x) for _ in range(pg.size())]
+        self.wait(pg.allgather([outs], [x]), what, limit_s)
+        return outs
+
+    def wait(self, work: Work, what: str, limit_s: float | None = None) -> None:
+        """Wait for a collective, unless the group ends or it takes longer than limit_s."""
+        self.monitor.phase = f"step {self.step}, {what}"
+        started = monotonic()
+        while True:
+            try:
+                work.wait(POLL)
+                break
+            except RuntimeError as error:
+                self.monitor.require_sound()
+                if "timed out" not in str(error):
+                    self._end(what, error)
+                if limit_s is not None and monotonic() - started > limit_s:
+                    reason = (
+                        f"{self.name} waited {limit_s:g} s in {self.monitor.phase}; the others: "
+                        f"{self.monitor.phases()}"
+                    )
+                    raise GroupError(self.monitor.fail(reason)) from error
+        self.monitor.phase = f"step {self.step}, after {what}"
+
+    def _end(self, what: str, error: RuntimeError) -> None:
+        """A connection broke: say whose, if that becomes known soon."""
+        until = monotonic() + 2.0
+        while monotonic() < until:
+            lost = self.lost()
+            if lost is not None:
+                reason = f"{lost}; {self.name} was in: step {self.step}, {what}"
+                raise GroupError(self.monitor.fail(reason)) from error
+            self.monitor.require_sound()
+            sleep(0.05)
+        reason = (
+            f"{self.name} lost the connection to another rank in step {self.step}, {what}: "
+            f"{_first_line(error)}"
+        )
+        raise GroupError(self.monitor.fail(reason)) from error
+
+    def _broadcast(self, x: Tensor, what: str) -> None:
+        options = BroadcastOptions()
+        options.rootRank = 0
+        self.wait(self.world.broadcast([x], options), what)
+
+    def _gloo(self, name: str, rank: int, size: int) -> Links:
+        options = _GLOO._Options()
+        options._devices = [self._device]
+        options._timeout = NEVER
+        links: Links = _GLOO(PrefixStore(name, self._store), rank, size, options)
+        return links
+
+
+class GroupComm:
+    """models.sharding.Comm over a group, on the CPU."""
+
+    def __init__(self, group: Group, stage: Links, column: Links) -> None:
+        self.group, self.stage, self.column = group, stage, column
+        self._number = 0
+
+    def sum(self, x: Tensor) -> Tensor:
+        if self.stage.size() == 1:
+            return x
+        return tree_sum(self.group.gathered(self.stage, x.contiguous(), self._what("sum")))
+
+    def gather(self, x: Tensor) -> Tensor:
+        if self.stage.size() == 1:
+            return x
+        parts = self.group.gathered(self.stage, x.contiguous(), self._what("gather"))
+        return torch.cat(parts, 1)
+
+    def receive(self, like: Tensor) -> Tensor:
+        before = self.column.rank() - 1
+        work = self.column.recv([like], before, 0)
+        self.group.wait(work, f"receiving from stage {before}")
+        return like
+
+    def send(self, x: Tensor) -> None:
+        behind = self.column.rank() + 1
+        work = self.column.send([x.contiguous()], behind, 0)
+        self.group.wait(work, f"sending to stage {behind}")
+
+    def from_last(self, x: Tensor) -> Tensor:
+        if self.column.size() == 1:
+            return x
+        options = BroadcastOptions()
+        options.rootRank = self.column.size() - 1
+        x = x.contiguous()
+        self.group.wait(self.column.broadcast([x], options), "logits of the last stage")
+        return x
+
+    def begin_step(self) -> None:
+        """Number collectives from 1 again."""
+        self._number = 0
+
+    def _what(self, kind: str) -> str:
+        self._number += 1
+        return f"{kind} {self._number} of stage {self.group.stage}"
+
+
+def rank_names(config: ParallelConfig) -> Callable[[int], str]:
+    """What a rank is called in messages."""
+
+    def name(rank: int) -> str:
+        stage, tensor_rank = divmod(rank, config.tensor)
+        return f"rank {rank} (stage {stage}, tensor rank {tensor_rank})"
+
+    return name
+
+
+def _compare_claims(
+    store: Store, num_ranks: int, name: Callable[[int], str], mine: Mapping[str, str]
+) -> None:
+    for rank in range(num_ranks):
+        try:
+            theirs = json.loads(store.get(f"claims/{rank}"))
+        except RuntimeError as error:
+            message = f"{name(rank)} has not come within {JOIN_TIMEOUT_S:g} s"
+            raise GroupError(f"{message}: {_first_line(error)}") from error
+        for what in sorted(mine.keys() | theirs.keys()):
+            a, b = mine.get(what), theirs.get(what)
+            if a != b:
+                raise ConfigError(
+                    f"{name(rank)} disagrees on {what}: it has {b}, this rank has {a}; start all "
+                    "ranks with the same command, pack and version"
+                )
+
+
+def _store(
+    place: Place, num_ranks: int, listener: socket.socket | None, *, client: bool = False
+) -> Store:
+    is_master = place.hosts_store and not client
+    return TCPStore(
+        place.host,
+        place.port,
+        num_ranks,
+        is_master,
+        timeout=timedelta(seconds=JOIN_TIMEOUT_S),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach() if is_master and listener is not None else None,
+    )
+
+
+def _gloo_device(host: str) -> object:
+    """Loopback for ranks of one host; else what the host's name, or GLOO_SOCKET_IFNAME, says."""
+    if host in (LOOPBACK, "localhost"):
+        return _GLOO.create_device(hostname=LOOPBACK)
+    return _GLOO.create_default_device()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

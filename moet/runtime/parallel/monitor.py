@@ -1,0 +1,140 @@
+"""Signs of life between the ranks of a group, and the one reason that ends them all.
+
+Every rank writes a pulse and what it is doing into a store that all reach, and reads the others'.
+Knows nothing of tensors or steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic
+
+from torch._C._distributed_c10d import Store
+
+from moet.errors import EngineDeadError
+
+logger = logging.getLogger(__name__)
+
+BEAT_S = 0.5
+
+
+class GroupError(EngineDeadError):
+    """The group of ranks has ended; says which rank, what it was doing, and in which collective."""
+
+
+@dataclass(slots=True)
+class _Pulse:
+    text: str
+    seen_at: float
+
+
+class Monitor:
+    """Watches the other ranks from a thread of its own.
+
+    name: "rank 1 (stage 0, tensor rank 1)" of a rank. The store must be used by nobody else.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        num_ranks: int,
+        *,
+        timeout_s: float,
+        name: Callable[[int], str],
+    ) -> None:
+        self.phase = "starting"
+        self.failure: str | None = None
+        self._store = store
+        self._rank = rank
+        self._others = [other for other in range(num_ranks) if other != rank]
+        self._timeout_s = timeout_s
+        self._name = name
+        self._beats = 0
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._beat()
+        self._thread = threading.Thread(target=self._watch, name="moet-monitor", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch, once every rank has a first pulse."""
+        self._thread.start()
+
+    def fail(self, reason: str) -> str:
+        """End the group. Returns its reason, which is an earlier one if there was one."""
+        with self._lock:
+            if self.failure is None:
+                self.failure = reason
+                logger.error("the group ends: %s", reason)
+                threading.Thread(target=self._publish, args=(reason,), daemon=True).start()
+            return self.failure
+
+    def require_sound(self) -> None:
+        """Raise GroupError if the group has ended."""
+        if self.failure is not None:
+            raise GroupError(self.failure)
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._closed.set()
+
+    def phases(self) -> str:
+        """What every other rank last said it was doing."""
+        texts = self._read()
+        return "; ".join(f"{self._name(o)}: {t}" for o, t in zip(self._others, texts, strict=True))
+
+    def _publish(self, reason: str) -> None:
+        try:
+            self._store.set("failure", f"{reason} (told by {self._name(self._rank)})")
+        except RuntimeError:
+            logger.debug("nobody is left to be told")
+
+    def _beat(self) -> None:
+        self._beats += 1
+        self._store.set(f"pulse/{self._rank}", f"{self._beats}|{self.phase}")
+
+    def _read(self) -> list[str]:
+        """What the others do, as they said last."""
+        return [text.partition("|")[2] for text in self._pulses()]
+
+    def _pulses(self) -> list[str]:
+        if not self._others:
+            return []
+        return [raw.decode() for raw in self._store.multi_get([f"pulse/{o}" for o in self._others])]
+
+    def _watch(self) -> None:
+        pulses = {other: _Pulse("", monotonic()) for other in self._others}
+        last = monotonic()
+        while not self._closed.wait(BEAT_S) and self.failure is None:
+            try:
+                self._beat()
+                texts = self._pulses()
+                told = self._store.get("failure").decode() if self._store.check(["failure"]) else ""
+            except RuntimeError as error:
+                if not self._closed.is_set():
+                    self.fail(
+                        f"the ranks' common store is gone, and with it {self._name(0)}: {error}"
+                    )
+                return
+            if told:
+                with self._lock:
+                    self.failure = self.failure or told
+                return
+            now = monotonic()
+            slept, last = now - last > self._timeout_s / 2, now
+            for other, text in zip(self._others, texts, strict=True):
+                pulse = pulses[other]
+                if (
+                    text != pulse.text or slept
+                ):  # having been stopped oneself says nothing of others
+                    pulse.text, pulse.seen_at = text, now
+                elif now - pulse.seen_at > self._timeout_s:
+                    self.fail(
+                        f"{self._name(other)} has given no sign of life for {self._timeout_s:g} s; "
+                        f"its last was in: {text.partition('|')[2]}. {self._name(self._rank)} is "
+                        f"in: {self.phase}"
+                    )
+                    break
