@@ -19,9 +19,9 @@ from torch import Tensor
 
 from moet.kernels import moe_layer
 from moet.kernels.cache import Cache
+from moet.kernels.device_gemm import Device
 from moet.kernels.moe import ExpertTable
 from moet.kernels.rows import Rows
-from moet.kernels.stream_gemm import StreamLinear
 from moet.runtime.queues import Capture, Queue
 
 PLAYS = 5
@@ -147,9 +147,7 @@ def _bytes(value: Any, seen: set[int]) -> int:
         return value.numel() * value.element_size()
     if isinstance(value, list | tuple):
         return sum(_bytes(each, seen) for each in value)
-    if isinstance(value, StreamLinear):
-        return sum(_bytes(each, seen) for each in vars(value).values())
-    skipped = isinstance(value, ExpertTable | Cache | Rows | type) or hasattr(value, "launcher")
+    skipped = isinstance(value, ExpertTable | Cache | Rows | Device | type)
     if is_dataclass(value) and not skipped:
         return sum(_bytes(getattr(value, each.name), seen) for each in fields(value))
     return 0
