@@ -156,9 +156,12 @@ class Row:
         )
 
     def halves(self) -> tuple[Row, Row]:
-        """The same rows (at least two) in two parts; what follows the last one stays with it."""
+        """The same rows (at least two) in two parts."""
+        return self.split(self.start + self.num_tokens // 2)
+
+    def split(self, middle: int) -> tuple[Row, Row]:
+        """The rows up to a position and the rest; what follows the last one stays with it."""
         assert self.token_ids is not None
-        middle = self.start + self.num_tokens // 2
         num_tokens = middle - self.start
         drafted = self.num_drafts > 0  # then every row of both parts makes a token
         num_targets = max(0, middle - self.first_logprob) if self.first_logprob >= 0 else 0
@@ -210,8 +213,9 @@ class StepResult:
     """What a step made, by row of the batch.
 
     tokens: row index -> new token ids of the rows that sample, with drafts one more than held.
-    proposals: row index -> drafts behind these. errors: row index -> why the row's sequence cannot
-    go on (its entry in tokens, if any, means nothing).
+    proposals: row index -> drafts behind these. gated: row index -> position that was computed
+    again with FP4 experts (experts/precision.py). errors: row index -> why the row's sequence
+    cannot go on (its entry in tokens, if any, means nothing).
     """
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
@@ -219,6 +223,7 @@ class StepResult:
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
+    gated: dict[int, int] = field(default_factory=dict)
     num_corrupted: int = 0  # rows among the errors whose logits were not numbers
     num_splits: int = 0  # forward passes made in halves, as their experts did not fit together
     failed: bool = False  # the step itself

@@ -22,6 +22,7 @@ from moet.errors import ConfigError, ContextLengthError, OverloadedError, Reques
 from moet.models.base import DraftingModel, ExpertProvider, KVCacheSpec, Model
 from moet.runtime.batch import Batch, StepResult
 from moet.runtime.device_runner import DeviceModel, DeviceRunner, PendingBatch, Placement
+from moet.runtime.experts.precision import PrecisionSet
 from moet.runtime.grammar_check import check_grammar
 from moet.runtime.grammar_compiler import CompileJob, GrammarCompiler
 from moet.runtime.kv_cache import KVCache, resume_bytes
@@ -30,7 +31,7 @@ from moet.runtime.metrics import CoreInfo, CoreStats, Counters, ExpertStats
 from moet.runtime.model_runner import ModelRunner
 from moet.runtime.prefix_cache import root_key
 from moet.runtime.sampler import SamplerState
-from moet.runtime.sampling_params import validate_params
+from moet.runtime.sampling_params import check_precision, validate_params
 from moet.runtime.scheduler import Scheduler
 from moet.runtime.sequence import Sequence
 from moet.runtime.sequence_memory import SequenceMemory
@@ -56,6 +57,8 @@ class EngineCore:
 
     With a placement the model, which then is a DeviceModel, runs on its queue; batches are launched
     from the calling thread, and with `overlap` one more is when the results of one are read.
+
+    precisions: what requests may choose from; None: `experts`, under the name of `precision`.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class EngineCore:
         kv_identity: str = "",
         expert_stats: Callable[[], ExpertStats] = lambda: ExpertStats(layers=[]),
         placement: Placement | None = None,
+        precisions: PrecisionSet | None = None,
     ) -> None:
         spec = model.kv_cache_spec()
         num_seqs = scheduler.max_num_seqs
@@ -95,6 +99,7 @@ class EngineCore:
             device="cpu" if placement is None else str(placement.queue.device),
         )
         self.expert_stats = expert_stats
+        self._precisions = precisions or PrecisionSet.single(experts, precision)
         self._counters = Counters()
         self._at_work: Batch | None = None  # whose results are awaited
         tiers = open_tiers(
@@ -131,6 +136,7 @@ class EngineCore:
                 num_seq_slots=num_seqs,
                 max_pages_per_seq=max_pages,
                 draft_model=draft_model,
+                precisions=self._precisions,
             )
         else:
             device = placement.queue.device
@@ -160,7 +166,8 @@ class EngineCore:
         self._info = CoreInfo(
             vocab_size=vocab_size,
             max_model_len=window,
-            precision=precision,
+            precision=self._precisions.default,
+            precisions=self._precisions.offered,
             page_size=spec.page_size,
             num_pages=num_pages,
             kv_cache_bytes=num_pages * spec.bytes_per_page + num_seqs * spec.bytes_per_seq,
@@ -201,16 +208,18 @@ class EngineCore:
         self._check_queue(len(request.prompt_token_ids))
         params = request.params
         eos = () if params.ignore_eos else request.eos_token_ids
+        policy = self._precisions.policy(params.precision)
         drawn = self._seeds.getrandbits(63)  # always, so that one request moves no other's draw
         seq = Sequence(
             request=request,
             arrival=self._num_submitted,
             seed=drawn if params.seed is None else params.seed,
             max_len=max_len,
-            root=root_key(request.cache_salt, self._info.precision),
+            root=root_key(request.cache_salt, self._precisions.of_prompt(policy)),
             stop_ids=frozenset(params.stop_token_ids).union(eos),
             token_ids=list(request.prompt_token_ids),
             num_spec_tokens=self._spec_tokens(params),
+            shares_generated=self._precisions.shares_generated(policy),
         )
         # Above temperature 0 tokens depend on the number of drafts: a seed asks for a steady one.
         steady = params.temperature > 0 and params.seed is not None
@@ -430,6 +439,7 @@ class EngineCore:
                 f"for an answer (--max-model-len {window}); {self._pages(len(prompt) + least)}"
             )
         validate_params(params, self._info.vocab_size, window)
+        check_precision(params.precision, self._info.precision, self._info.precisions)
         low, high = min(prompt), max(prompt)
         if low < 0 or high >= self._info.vocab_size:
             raise RequestError(

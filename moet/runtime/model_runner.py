@@ -9,7 +9,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from moet.models.base import DraftingModel, ExpertProvider, ForwardInput, Model, ModelOutput
+from moet.models.base import DraftingModel, ExpertProvider, Model, ModelOutput
 from moet.runtime.batch import (
     Admit,
     Batch,
@@ -27,6 +27,7 @@ from moet.runtime.batch import (
     int64_tensor,
 )
 from moet.runtime.drafter import Drafter, Settled
+from moet.runtime.experts.precision import PrecisePasses, PrecisionSet, position_of
 from moet.runtime.kv_cache import KVCache
 from moet.runtime.passes import Passes
 from moet.runtime.sampler import SamplerState, prompt_logprobs
@@ -37,7 +38,8 @@ logger = logging.getLogger(__name__)
 class ModelRunner:
     """One model with its state. `run` is called for one batch at a time, in order.
 
-    draft_model: the same model, if it was built for drafts.
+    draft_model: the same model, if it was built for drafts. precisions: who computes which row;
+    None: experts do.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class ModelRunner:
         num_seq_slots: int,
         max_pages_per_seq: int,
         draft_model: DraftingModel | None = None,
+        precisions: PrecisionSet | None = None,
     ) -> None:
         self.model = model
         self.experts = experts
@@ -63,6 +66,9 @@ class ModelRunner:
             last_token=sampler.last_token,
             page_table=self.page_table,
             vocab_size=model.vocab_size,
+        )
+        self._precise = PrecisePasses(
+            self._passes, model, precisions or PrecisionSet.single(experts)
         )
         self._drafter = (
             None if draft_model is None else Drafter(draft_model, experts, self._passes, sampler)
@@ -151,9 +157,8 @@ class ModelRunner:
 
     def _forward(self, rows: list[Row], indices: list[int], result: StepResult) -> None:
         active = rows if len(indices) == len(rows) else [rows[i] for i in indices]
-        output = self._passes.run(active, self._target)
-        result.num_splits = self._passes.num_splits
-        unserved = self._passes.unserved
+        output = self._precise.run(active)
+        unserved = dict(self._precise.unserved)
         at = 0  # of this row's logits
         places: dict[int, int] = {}  # place in `active` -> first row of logits to sample from
         for i, row in enumerate(active):
@@ -166,14 +171,12 @@ class ModelRunner:
             if row.sample:
                 places[i] = at
                 at += row.num_samples
-        self._sample(active, indices, places, output.logits, result)
+        self._sample(active, indices, places, output, result)
+        result.num_splits = self._precise.num_splits
         if self._drafter is None:
             self.save_snapshots(active)
         else:
             self._draft(self._drafter, active, indices, output.hidden_states, result)
-
-    def _target(self, inputs: ForwardInput, _: slice) -> ModelOutput:
-        return self.model.forward(inputs, self.kv.tensors, self.experts)
 
     def save_snapshots(self, rows: list[Row]) -> None:
         """Keep the rings of the sequences that are to be resumed from behind these rows."""
@@ -220,19 +223,28 @@ class ModelRunner:
         active: list[Row],
         indices: list[int],
         places: dict[int, int],
-        logits: Tensor,
+        output: ModelOutput,
         result: StepResult,
     ) -> None:
         """Sample, for each row of `places` and then behind each draft of it that holds.
 
         One depth of all rows at a time, so that the sampler's state is that of the tokens that are
-        there, and never has to be taken back.
+        there, and never has to be taken back. A row that is computed again is its sequence's last.
         """
-        depth = 0
+        depth, logits = 0, output.logits
         going = list(places)
         while going:
             wanted = [places[i] + depth for i in going]
             taken = logits if len(wanted) == len(logits) else logits[wanted]
+            again = self._precise.uncertain(
+                [active[i] for i in going], depth, taken, self.sampler.without_padding
+            )
+            if again:
+                replaced = [going[n] for n in again]
+                new = self._again(active, indices, replaced, depth, output.hidden_states, result)
+                taken = taken.clone()
+                taken[again] = new
+                again = replaced
             bad = self._not_numbers(taken)
             if bad and depth == 0:
                 taken = taken.clone()
@@ -243,8 +255,37 @@ class ModelRunner:
             elif bad:  # the next step meets it again, as its first row, if it comes to that
                 stay = [place for place in range(len(going)) if place not in set(bad)]
                 going, taken = [going[place] for place in stay], taken[stay]
+            sampled = set(going)
             going = self._sample_depth(active, indices, going, depth, taken, result)
+            for i in sampled.intersection(again):
+                result.gated[indices[i]] = position_of(active[i], depth)
+            going = [i for i in going if i not in set(again)]
             depth += 1
+
+    def _again(
+        self,
+        active: list[Row],
+        indices: list[int],
+        places: list[int],
+        depth: int,
+        hidden_states: Tensor,
+        result: StepResult,
+    ) -> Tensor:
+        """Compute one position of each of `places` anew; its hidden state replaces the old one.
+
+        Returns logits [len(places), vocab_size].
+        """
+        output = self._precise.again([active[i] for i in places], depth)
+        offsets = [0]
+        for row in active:
+            offsets.append(offsets[-1] + row.num_tokens)
+        at = [offsets[i] + position_of(active[i], depth) - active[i].start for i in places]
+        hidden_states[int64_tensor(at, hidden_states.device)] = output.hidden_states
+        for i in places:
+            message = self._precise.unserved.get(active[i].slot)
+            if message is not None:
+                result.errors[indices[i]] = message
+        return output.logits
 
     def _sample_depth(
         self,

@@ -1,5 +1,5 @@
 """One pass of a model over the rows of a step, in parts where the experts of all rows do not fit
-together. Knows nothing of what the logits are for."""
+together or one of them cannot be read. Knows nothing of what the logits are for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from moet.errors import CapacityError
+from moet.errors import CapacityError, ExpertReadError
 from moet.models.base import ForwardInput, ModelOutput
 from moet.runtime.batch import Row, forward_input
 from moet.runtime.kv_cache import KVCache
@@ -33,7 +33,7 @@ class Passes:
     def run(self, rows: list[Row], call: Call) -> ModelOutput:
         """Run `call` over the rows (at least one). For slots in `unserved` the output is zero.
 
-        If the experts of the rows are not resident together, the pass is made in halves, down to
+        If the experts of the rows are not to be had together, the pass is made in halves, down to
         one row. A pass that failed has spoilt the rings of longer rows, which are put back; one row
         may run again.
         """
@@ -72,6 +72,8 @@ class Passes:
             return [(rows, call(inputs, slice(first, first + num_tokens)))]
         except CapacityError as error:
             message = f"the experts of a single token do not fit: {error}"
+        except ExpertReadError as error:  # halves find the tokens that need that expert
+            message = str(error)
         self.kv.put_rings(chunks, rings)
         if len(rows) == 1 and rows[0].num_tokens == 1:
             self.unserved[rows[0].slot] = message

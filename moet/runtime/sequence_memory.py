@@ -200,7 +200,8 @@ class SequenceMemory:
         if row.epoch != seq.epoch:  # moved since: the pages are others now
             self.drop_snapshot(row)
             return
-        filled = min(row.end, seq.prompt_len) if self.exact else row.end
+        prompt_only = self.exact or not seq.shares_generated
+        filled = min(row.end, seq.prompt_len) if prompt_only else row.end
         num_pages = filled // self.page_size
         if num_pages > seq.num_registered:
             keys = seq.page_keys(num_pages, self.page_size)
@@ -272,7 +273,7 @@ class SequenceMemory:
             return None
         if end < seq.prompt_len and self._is_passing(seq, end):
             return None
-        if self.exact and end > seq.prompt_len:
+        if (self.exact or not seq.shares_generated) and end > seq.prompt_len:
             return None
         return self.cache.take_snapshot_id()
 
