@@ -65,7 +65,7 @@ class Confident:
     """A synthetic checkpoint whose head also reads the token that was put in, so that the best
     logit leads by more than noise, as in a trained model; of random weights it leads by a hair."""
 
-    LEAD = 3.0  # deviations of the other logits
+    LEAD = 24.0  # deviations of the other logits
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint

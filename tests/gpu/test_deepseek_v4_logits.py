@@ -1,0 +1,52 @@
+"""A GPU's logits against the CPU reference in deployed rounding, on small synthetic checkpoints."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from moet.config import Precision
+from moet.kernels.device_gemm import Device
+from moet.models.synthetic import write_checkpoint
+from moet.models.synthetic_design import Size
+from tests.gpu.logits import compare, teacher_forced
+from tests.kernels.accelerated.pair import Pair, make_pair
+
+CASES: list[tuple[Size, Precision]] = [("tiny", "w2"), ("tiny", "fp4"), ("small", "w2")]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(case))
+def pair(
+    request: pytest.FixtureRequest, gpu: Device, tmp_path_factory: pytest.TempPathFactory
+) -> Pair:
+    size, precision = request.param
+    folder: Path = tmp_path_factory.mktemp("checkpoint") / size
+    write_checkpoint(folder, size=size)
+    made = make_pair(folder, gpu, precision=precision, confident=True)
+    shutil.rmtree(folder)
+    return made
+
+
+def test_tokens_are_the_references_where_these_are_clear(
+    pair: Pair, capsys: pytest.CaptureFixture[str]
+) -> None:
+    vocab = pair.config.vocab_size
+    tokens = [(37 * i + 11) % (vocab - 2) + 2 for i in range(420)]
+    wanted, found = teacher_forced(pair, tokens, [290, 64, 3, 1, 1, 3, 1])
+    result = compare(wanted, found)
+    with capsys.disabled():
+        print(f"\nhidden {pair.config.hidden_size}, {result}")
+    assert pair.gpu.model.device is not None
+    assert int(pair.gpu.model.device.error) == 0
+    assert result.cosine_median > 0.97, result
+    assert result.wrong == 0, result
+    assert result.clear >= 0.9 * result.positions, result
+
+
+def test_a_step_twice_gives_the_same_bits(pair: Pair) -> None:
+    tokens = [(31 * i + 7) % 400 + 2 for i in range(70)]
+    runs = [teacher_forced(pair, tokens, [64, 3, 1])[1] for _ in range(2)]
+    assert torch.equal(*runs)
