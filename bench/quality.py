@@ -3,8 +3,8 @@
     python -m bench.quality deepseek-v4=moet/demo/deepseek-v4 glm=moet/demo/glm
 
 Greedy answers to held-out questions through moet's own engine: exact sums, needles by
-distance, tool calls token for token, JSON against its schema; perplexity of the wanted answers.
-`--only` reruns some rows and keeps the others.
+distance, tool calls token for token, JSON against its schema; perplexity of the wanted answers; how
+many drafts hold, by place. `--only` measures some variants and keeps the others as they were.
 """
 
 from __future__ import annotations
@@ -12,17 +12,28 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import random
+import os
 import tempfile
-from collections.abc import Iterator
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.train_demo.corpus import Rendered, Renderer
-from bench.train_demo.data import facts, records, retrieval, stories, sums, tools
-from bench.train_demo.data.sample import Generator, Sample, draw
+from bench.quality_codebook import ASYMMETRIC, SYMMETRIC, write_codebook
+from bench.quality_tasks import (
+    NEEDLE_WORDS,
+    STORY,
+    TASKS,
+    Question,
+    follows_schema,
+    held_out,
+    is_right,
+    needles,
+    said,
+)
+from bench.train_demo.corpus import Renderer
 from bench.train_demo.tokenizer import Family
+from moet.bench import results
 from moet.config import CacheConfig, KVDtype, ModelSettings, Precision, SchedulerConfig
 from moet.models.checkpoint import Checkpoint
 from moet.models.convert import convert
@@ -30,50 +41,40 @@ from moet.models.convert_plan import ConvertOptions
 from moet.models.release import DenseDtype
 from moet.models.w2 import ScaleRule
 from moet.runtime.engine import Engine
-from moet.runtime.tokenizer import Tokenizer
 from moet.types import SamplingParams
 
 RESULTS = Path(__file__).parent / "results" / "quality.json"
-TASKS: dict[str, Generator] = {
-    "sum": sums.bare,
-    "problem": sums.problem,
-    "question": facts.question,
-    "tool_call": tools.call,
-    "tool_result": tools.result,
-    "json": records.record,
-}
-NEEDLE_WORDS = {500: 380, 1000: 780, 2000: 1560, 4000: 3150, 8000: 6300}  # tokens: words
-_JSON_KINDS: dict[str, Any] = {
-    "string": str,
-    "integer": int,
-    "number": (int, float),
-    "boolean": bool,
-}
+NUM_DRAFTS = 4
+SAMPLE_TOKENS = 160
+OFFICIAL_TARGETS = {"sum": 0.9, "problem": 0.9, "tool_call": 0.95, "needle": 0.95}
+FIRST_DRAFT_TARGET = 0.7
+KEPT = {"w2": 0.9, "fp4": 0.99, "gate": 0.99}  # of what the official precision reaches
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One row of the table."""
+    """One row of the table. levels: of the experts, if the checkpoint is to have only a few."""
 
     name: str
     precision: Precision = "fp4"
     kv_dtype: KVDtype = "fp8"
     scale_rule: ScaleRule = "mse"
     dense_dtype: DenseDtype = "keep"
+    levels: tuple[float, ...] | None = None
 
 
+SHARED = (
+    Variant("official"),
+    Variant("w2 inherit", precision="w2", scale_rule="inherit"),
+    Variant("w2 mse", precision="w2"),
+    Variant("levels -4 -1 1 4", levels=SYMMETRIC),
+    Variant("levels -3 -1 0.5 4", levels=ASYMMETRIC),
+    Variant("official, kv bf16", kv_dtype="bf16"),
+)
 VARIANTS: dict[Family, tuple[Variant, ...]] = {
-    "deepseek-v4": (
-        Variant("official"),
-        Variant("w2 inherit", precision="w2", scale_rule="inherit"),
-        Variant("w2 mse", precision="w2"),
-        Variant("official, kv bf16", kv_dtype="bf16"),
-    ),
+    "deepseek-v4": SHARED,
     "glm": (
-        Variant("official"),
-        Variant("w2 inherit", precision="w2", scale_rule="inherit"),
-        Variant("w2 mse", precision="w2"),
-        Variant("official, kv bf16", kv_dtype="bf16"),
+        *SHARED,
         Variant("official, kv nvfp4", kv_dtype="nvfp4"),
         Variant("official, dense fp8", dense_dtype="fp8"),
     ),
@@ -81,70 +82,12 @@ VARIANTS: dict[Family, tuple[Variant, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """A held-out sample as a server would ask it."""
+class Amount:
+    """How much is asked."""
 
-    sample: Sample
-    rendered: Rendered
-    thinking: bool
-
-
-def held_out(generate: Generator, renderer: Renderer, count: int, seed: int) -> Iterator[Question]:
-    """Distinct held-out questions; sums think, others every other time."""
-    rng = random.Random(seed)
-    seen: set[str] = set()
-    while len(seen) < count:
-        sample = draw(generate, rng, held_out=True)
-        if sample.key in seen:
-            continue
-        thinking = sample.task in ("sum", "problem") or len(seen) % 2 == 0
-        if sample.think is not None and sample.think != thinking:
-            continue
-        seen.add(sample.key)
-        yield Question(sample, renderer.render(sample, thinking), thinking)
-
-
-def needles(renderer: Renderer, num_words: int, count: int, seed: int) -> Iterator[Question]:
-    """Needles at evenly spread depths of a text of num_words words."""
-    rng, found = random.Random(seed), 0
-    while found < count:
-        sample = retrieval.needle(rng, num_words, depth=(found + 0.5) / count)
-        if sample.held_out:
-            found += 1
-            yield Question(sample, renderer.render(sample, thinking=False), False)
-
-
-def said(tokenizer: Tokenizer, token_ids: list[int], ends: tuple[int, ...]) -> str:
-    """The visible answer with its markup: what comes after the reasoning, before the end token."""
-    kept = [token_id for token_id in token_ids if token_id not in ends]
-    return tokenizer.decode(kept, skip_special=False).rpartition("</think>")[2]
-
-
-def is_right(question: Question, answer: str, wanted: str) -> bool:
-    """Calls must be the wanted ones to the letter; other answers must contain what was asked."""
-    sample = question.sample
-    if sample.task == "tool_call":
-        return answer.strip() == wanted.strip()
-    if sample.task == "json":
-        return bool(_parsed(answer) == json.loads(sample.expect))
-    return sample.expect in answer
-
-
-def follows_schema(sample: Sample, answer: str) -> bool:
-    """Whether an answer is an object with the keys and types of the sample's schema."""
-    value = _parsed(answer)
-    wanted = json.loads(sample.expect)
-    properties = (sample.schema or {}).get("properties") or {}
-    if not isinstance(value, dict) or set(value) != set(wanted):
-        return False
-    return all(isinstance(value[k], _JSON_KINDS[part["type"]]) for k, part in properties.items())
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
+    questions: int  # per task
+    needles: int  # per length
+    longest: int  # tokens
 
 
 def ask(engine: Engine, renderer: Renderer, questions: list[Question]) -> dict[str, float]:
@@ -169,81 +112,180 @@ def perplexity(engine: Engine, questions: list[Question]) -> float:
     """Of the wanted answers, given their prompts."""
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     total, count = 0.0, 0
-    for question in questions:
-        rendered = question.rendered
-        request = engine.requests(rendered.prompt + rendered.completion, params)
-        total += sum(_prompt_logprobs(engine, request)[len(rendered.prompt) :])
-        count += len(rendered.completion)
+    prompts = [question.rendered.prompt + question.rendered.completion for question in questions]
+    for question, done in zip(questions, engine.generate(prompts, params), strict=True):
+        entries = (done.prompt_logprobs or [])[len(question.rendered.prompt) :]
+        total += sum(entry.logprobs[0] for entry in entries if entry is not None)
+        count += len(entries)
     return math.exp(-total / count)
 
 
-def _prompt_logprobs(engine: Engine, requests: list[Any]) -> list[float]:
-    """Log-probability of each token of the prompt; 0 for the first."""
-    found: list[float] = []
-    prompt = requests[0].prompt_token_ids
-    for output in engine.stream(prompt, requests[0].params):
-        if output.prompt_logprobs is not None:
-            found = [entry.logprobs[0] if entry else 0.0 for entry in output.prompt_logprobs]
-    return found
+def samples(engine: Engine, questions: list[Question]) -> list[dict[str, str]]:
+    """Whole answers for people to read, with their markup."""
+    params = SamplingParams(temperature=0.0, max_tokens=SAMPLE_TOKENS)
+    prompts = [question.rendered.prompt for question in questions]
+    decode = engine.text.tokenizer.decode
+    return [
+        {
+            "question": question.sample.messages[-2].content,
+            "answer": decode(done.choices[0].token_ids, skip_special=False),
+        }
+        for question, done in zip(questions, engine.generate(prompts, params), strict=True)
+    ]
+
+
+def speed(engine: Engine, question: Question) -> dict[str, float]:
+    """Tokens per second of one stream, the best of three; the machine's load beside it."""
+    params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+    best = math.inf
+    for _ in range(3):
+        began, num_tokens = 0.0, 0
+        for output in engine.stream(question.rendered.prompt, params):
+            began = began or time.perf_counter()
+            num_tokens += len(output.token_ids)
+        best = min(best, (time.perf_counter() - began) / (num_tokens - 1))
+    return {"tokens_per_s": 1 / best, "load": os.getloadavg()[0]}
+
+
+def drafts(engine: Engine, questions: list[Question]) -> dict[str, Any]:
+    """How many drafts held, by place among a step's, and the tokens of a step."""
+    before = engine.stats()
+    params = SamplingParams(temperature=0.0, max_tokens=96)
+    engine.generate([question.rendered.prompt for question in questions], params)
+    after = engine.stats()
+    num_steps = after.num_drafts - before.num_drafts
+    held = [0] * NUM_DRAFTS
+    for stats, sign in ((after, 1), (before, -1)):
+        for position, number in enumerate(stats.num_accepted_by_position):
+            held[position] += sign * number
+    return {
+        "steps": num_steps,
+        "held": [number / num_steps for number in held],
+        "tokens_per_step": 1 + sum(held) / num_steps,
+    }
 
 
 def measure(
-    folder: Path, renderer: Renderer, variant: Variant, packs: Path, args: argparse.Namespace
+    folder: Path, renderer: Renderer, variant: Variant, packs: Path, amount: Amount
 ) -> dict[str, Any]:
-    """One row: every task at one precision."""
+    """One variant: every task at one precision."""
+    row: dict[str, Any] = {"tasks": {}, "needle": {}}
+    if variant.levels is not None:
+        source, folder = folder, packs / f"{folder.name}-{len(list(packs.iterdir()))}"
+        row["errors"] = write_codebook(source, folder, variant.levels)
     pack = packs / f"{folder.name}-{variant.scale_rule}-{variant.dense_dtype}"
     options = ConvertOptions(scale_rule=variant.scale_rule, dense_dtype=variant.dense_dtype)
     convert(Checkpoint.open(folder), pack, options)
-    engine = Engine(
-        str(pack),
-        settings=ModelSettings(precision=variant.precision),
-        cache=CacheConfig(kv_dtype=variant.kv_dtype),
-        scheduler=SchedulerConfig(max_num_seqs=16),
-    )
-    row: dict[str, Any] = {"tasks": {}, "needle": {}}
-    with engine:
-        for task, generate in TASKS.items():
-            questions = list(held_out(generate, renderer, args.questions, seed=1))
-            row["tasks"][task] = ask(engine, renderer, questions)
+
+    def engine(num_drafts: int) -> Engine:
+        return Engine(
+            str(pack),
+            settings=ModelSettings(precision=variant.precision),
+            cache=CacheConfig(kv_dtype=variant.kv_dtype),
+            scheduler=SchedulerConfig(
+                max_num_seqs=16, num_spec_tokens=num_drafts, adaptive_spec=False
+            ),
+        )
+
+    asked = {
+        task: list(held_out(generate, renderer, amount.questions, seed=1))
+        for task, generate in TASKS.items()
+    }
+    told = list(held_out(STORY, renderer, amount.questions, seed=3))
+    firsts = [told[0], *(questions[0] for questions in asked.values())]
+    with engine(0) as plain:
+        for task, questions in asked.items():
+            row["tasks"][task] = ask(plain, renderer, questions)
             print(f"  {task}: {row['tasks'][task]}", flush=True)
         for length, num_words in NEEDLE_WORDS.items():
-            if length <= args.longest:
-                questions = list(needles(renderer, num_words, args.needles, seed=2))
-                row["needle"][str(length)] = ask(engine, renderer, questions)
+            if length <= amount.longest and amount.needles:
+                questions = list(needles(renderer, num_words, amount.needles, seed=2))
+                row["needle"][str(length)] = ask(plain, renderer, questions)
                 print(f"  needle {length}: {row['needle'][str(length)]}", flush=True)
-        told = list(held_out(stories.story, renderer, args.questions, seed=3))
-        row["perplexity"] = perplexity(engine, told)
-        asked = told[0]
-        sampled = engine.generate(
-            [asked.rendered.prompt], SamplingParams(temperature=0.0, max_tokens=200)
-        )
-        text = renderer.tokenizer.decode(sampled[0].choices[0].token_ids, skip_special=False)
-        row["sample"] = {"prompt": asked.sample.messages[-2].content, "answer": text}
+        row["perplexity"] = perplexity(plain, told)
+        row["samples"] = samples(plain, firsts)
+        row["speed"] = speed(plain, told[0])
+    with engine(NUM_DRAFTS) as drafting:
+        some = [q for questions in (told, *asked.values()) for q in questions[:4]]
+        row["drafts"] = drafts(drafting, some)
+    shown = {name: row[name] for name in ("perplexity", "speed", "drafts")}
+    print(f"  {shown}", flush=True)
     return row
 
 
-def plot(results: dict[str, Any], folder: Path) -> None:
-    """One picture per model beside the JSON: tasks by variant, and needles by distance."""
+def judged(models: dict[str, dict[str, Any]]) -> list[results.Row]:
+    """Every figure as one row, with what it should be."""
+    rows = []
+    for family, variants in models.items():
+        official = _shares(variants.get("official", {}))
+        for name, measured in variants.items():
+            shares = _shares(measured)
+            for case, value in shares.items():
+                target = _target(name, case, official)
+                rows.append(_row(f"{family}, {name}, {case}", value, "share", target))
+            rows.append(
+                _row(f"{family}, {name}, perplexity", measured["perplexity"], "", None, "lower")
+            )
+            if name == "official":
+                told = measured["speed"]
+                note = f"CPU, one stream, load {told['load']:.1f}"
+                case = f"{family}, {name}, decoding"
+                rows.append(_row(case, told["tokens_per_s"], "tokens/s", 20.0, note=note))
+    return rows
+
+
+def _shares(measured: dict[str, Any]) -> dict[str, float]:
+    if not measured:
+        return {}
+    shares = {task: found["right"] for task, found in measured["tasks"].items()}
+    shares["json valid"] = measured["tasks"]["json"]["valid"]
+    shares |= {f"needle {n}": found["right"] for n, found in measured["needle"].items()}
+    held = measured["drafts"]["held"]
+    return shares | {f"draft {position + 1}": share for position, share in enumerate(held)}
+
+
+def _target(variant: str, case: str, official: dict[str, float]) -> float | None:
+    kind = case.split()[0]
+    if variant == "official":
+        return FIRST_DRAFT_TARGET if case == "draft 1" else OFFICIAL_TARGETS.get(kind)
+    kept = KEPT.get(variant.split()[0])
+    return None if kept is None or case not in official else kept * official[case]
+
+
+def _row(
+    case: str, value: float, unit: str, target: float | None, better: Any = "higher", note: str = ""
+) -> results.Row:
+    return results.Row(
+        case=case, value=round(value, 4), unit=unit, better=better, target=target, note=note
+    )
+
+
+def plot(models: dict[str, dict[str, Any]], folder: Path) -> None:
+    """One picture per model beside the JSON: tasks, needles by distance, drafts by place."""
     from matplotlib import pyplot
 
-    for family, rows in results.items():
-        figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 4.5))
-        width = 0.8 / max(len(rows), 1)
-        for idx, (name, row) in enumerate(rows.items()):
-            shares = [row["tasks"][task]["right"] for task in row["tasks"]]
-            left.bar([x + idx * width for x in range(len(shares))], shares, width, label=name)
+    for family, variants in models.items():
+        figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(17, 4.5))
+        width = 0.8 / max(len(variants), 1)
+        tasks = list(TASKS)
+        for idx, (name, row) in enumerate(variants.items()):
+            shares = [row["tasks"][task]["right"] for task in tasks]
+            left.bar([x + idx * width for x in range(len(tasks))], shares, width, label=name)
             lengths = [int(length) for length in row["needle"]]
-            found = [entry["right"] for entry in row["needle"].values()]
-            right.plot(lengths, found, marker="o", label=name)
-        first = next(iter(rows.values()))
-        left.set_xticks(range(len(first["tasks"])), list(first["tasks"]), rotation=20)
+            middle.plot(lengths, [each["right"] for each in row["needle"].values()], marker="o")
+            held = row["drafts"]["held"]
+            right.plot(range(1, len(held) + 1), held, marker="o")
+        left.set_xticks([x + 0.4 for x in range(len(tasks))], tasks, rotation=20)
         left.set_ylabel("share of right answers")
-        right.set_xlabel("tokens of text")
-        right.set_ylabel("share of needles found")
-        for axis in (left, right):
+        middle.set_xlabel("tokens of text")
+        middle.set_ylabel("share of needles found")
+        right.set_xticks(range(1, NUM_DRAFTS + 1))
+        right.set_xlabel("place among a step's drafts")
+        right.set_ylabel("share of steps in which it held")
+        for axis in (left, middle, right):
             axis.set_ylim(0, 1.05)
-        left.legend(fontsize=8)
-        figure.suptitle(f"{family} demo model")
+        left.legend(fontsize=7)
+        figure.suptitle(f"{family} demo model, greedy answers to held-out questions")
         figure.tight_layout()
         figure.savefig(folder / f"quality-{family}.png", dpi=110)
         pyplot.close(figure)
@@ -258,7 +300,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="names of variants, separated by semicolons")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    results: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
+    amount = Amount(args.questions, args.needles, args.longest)
+    kept = json.loads(args.out.read_text())["models"] if args.out.exists() else {}
     wanted = [name.strip() for name in args.only.split(";") if name.strip()]
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as packs:
@@ -269,10 +312,21 @@ def main() -> None:
                 if wanted and variant.name not in wanted:
                     continue
                 print(f"{family}: {variant.name}", flush=True)
-                row = measure(Path(folder), renderer, variant, Path(packs), args)
-                results.setdefault(family, {})[variant.name] = row
-                args.out.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
-    plot(results, args.out.parent)
+                row = measure(Path(folder), renderer, variant, Path(packs), amount)
+                kept.setdefault(family, {})[variant.name] = row
+                command = (
+                    f"python -m bench.quality --questions {amount.questions} "
+                    f"--needles {amount.needles} --longest {amount.longest} "
+                    + " ".join(args.models)
+                )
+                report = results.report(
+                    command,
+                    judged(kept),
+                    hardware=results.this_machine(),
+                    more={"models": kept},
+                )
+                results.write(args.out, report)
+    plot(kept, args.out.parent)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from bench.quality import Question, follows_schema, held_out, is_right, needles, said
+from bench.quality_tasks import Question, follows_schema, held_out, is_right, needles, said
 from bench.train_demo.data import records, sums, tools
 from bench.train_demo.data.sample import draw
 from tests.bench.demo_rig import renderer
