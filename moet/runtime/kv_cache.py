@@ -1,8 +1,10 @@
 """A model's state as raw bytes: device tensors, and host memory for what has to leave them.
 
-Built from the model's KVCacheSpec; what an entry means is the model's affair. Host memory comes in
-two arenas: blocks of one page's bytes, for the pages and rings of preempted sequences, and resume
-snapshots of the prefix cache. Ids are handed out elsewhere; this file only copies.
+Built from the model's KVCacheSpec; what an entry means is the model's affair. Beside the pages and
+rings there are two arenas: blocks of one page's bytes in host memory, for what has to leave the
+device, and resume snapshots of the prefix cache on the device. Ids are handed out elsewhere; this
+file only copies. On a GPU copies are queued like a step's work: what a step has queued is there
+when its results are.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from torch import Tensor
 
 from moet.errors import ConfigError
 from moet.models.base import KVCacheSpec, KVGroup
+
+PAGES_AT_ONCE = 32  # gathered on the device; bounds what that takes beside the pages
 
 
 def resume_bytes(spec: KVCacheSpec) -> int:
@@ -51,45 +55,44 @@ class KVCache:
         self._paged = [g for g in spec.groups if g.kind == "paged"]
         self._rings = [g for g in spec.groups if g.kind == "ring"]
         self._resumable = [g for g in self._rings if g.resume]
-        self._blocks = torch.zeros((num_host_blocks, self.block_bytes), dtype=torch.uint8)
+        pinned = torch.device(device).type == "cuda"  # so that copies need not be waited for
+        shape = num_host_blocks, self.block_bytes
+        self._blocks = torch.zeros(shape, dtype=torch.uint8, pin_memory=pinned)
         held_bytes = sum(group.held_bytes for group in self._resumable)
-        self._snapshots = torch.zeros((num_snapshots, held_bytes), dtype=torch.uint8)
+        self._snapshots = torch.zeros((num_snapshots, held_bytes), dtype=torch.uint8, device=device)
 
     def pages_to_host(self, pages: Sequence[int], blocks: Sequence[int]) -> None:
         """Copy page pages[i] of every paged group into host block blocks[i]."""
-        offset = 0
-        for group in self._paged:
-            width = group.held_bytes
-            taken = self.tensors[group.name][:, list(pages)]  # [layers, n, page_bytes]
-            flat = taken.transpose(0, 1).reshape(len(pages), width)
-            self._blocks[list(blocks), offset : offset + width] = flat.cpu()
-            offset += width
+        for first in range(0, len(pages), PAGES_AT_ONCE):
+            part = list(pages[first : first + PAGES_AT_ONCE])
+            groups = [self.tensors[group.name][:, part] for group in self._paged]
+            flat = torch.cat([g.transpose(0, 1).reshape(len(part), -1) for g in groups], 1)
+            for row, block in zip(flat, blocks[first : first + PAGES_AT_ONCE], strict=True):
+                self._blocks[block, : len(row)].copy_(row, non_blocking=True)
 
     def pages_from_host(self, pages: Sequence[int], blocks: Sequence[int]) -> None:
         """Copy host block blocks[i] back into page pages[i]."""
-        offset = 0
-        for group in self._paged:
-            tensor = self.tensors[group.name]
-            width = group.held_bytes
-            flat = self._blocks[list(blocks), offset : offset + width]
-            rows = flat.reshape(len(pages), len(group.held_layers), group.page_bytes)
-            tensor[:, list(pages)] = rows.transpose(0, 1).to(tensor.device)
-            offset += width
+        for first in range(0, len(pages), PAGES_AT_ONCE):
+            part = list(pages[first : first + PAGES_AT_ONCE])
+            flat = self._to_device(blocks[first : first + PAGES_AT_ONCE])
+            offset = 0
+            for group in self._paged:
+                rows = flat[:, offset : offset + group.held_bytes]
+                rows = rows.reshape(len(part), -1, group.page_bytes)
+                self.tensors[group.name][:, part] = rows.transpose(0, 1)
+                offset += group.held_bytes
 
     def rings_to_host(self, slot: int, blocks: Sequence[int]) -> None:
         """Copy all ring state of a sequence slot into `ring_blocks` host blocks."""
-        if not self._rings:
-            return
-        flat = self._gather(self._rings, slot)
-        flat = torch.nn.functional.pad(flat, (0, len(blocks) * self.block_bytes - len(flat)))
-        self._blocks[list(blocks)] = flat.reshape(len(blocks), self.block_bytes)
+        if self._rings:
+            self._to_host(self._gather(self._rings, slot), blocks)
 
     def rings_from_host(self, slot: int, blocks: Sequence[int]) -> None:
         """Copy ring state back from host blocks into a sequence slot."""
-        self._scatter(self._rings, slot, self._blocks[list(blocks)].reshape(-1))
+        self._scatter(self._rings, slot, self._to_device(blocks).reshape(-1))
 
     def save_snapshot(self, slot: int, snapshot: int) -> None:
-        """Keep the resumable rings of a sequence slot."""
+        """Keep the resumable rings of a sequence slot, on the device."""
         self._snapshots[snapshot] = self._gather(self._resumable, slot)
 
     def restore_snapshot(self, slot: int, snapshot: int) -> None:
@@ -98,15 +101,27 @@ class KVCache:
 
     def snapshot_to_host(self, snapshot: int, blocks: Sequence[int]) -> None:
         """Copy a snapshot into host blocks, the last of which it may not fill."""
-        for n, block in enumerate(blocks):
-            part = self._snapshot_part(snapshot, n)
-            self._blocks[block, : len(part)] = part
+        self._to_host(self._snapshots[snapshot], blocks)
 
     def snapshot_from_host(self, snapshot: int, blocks: Sequence[int]) -> None:
         """Copy host blocks back into a snapshot."""
         for n, block in enumerate(blocks):
             part = self._snapshot_part(snapshot, n)
-            part.copy_(self._blocks[block, : len(part)])
+            part.copy_(self._blocks[block, : len(part)], non_blocking=True)
+
+    def _to_host(self, flat: Tensor, blocks: Sequence[int]) -> None:
+        """Bytes of the device into blocks, the last of which they may not fill."""
+        parts = torch.split(flat, self.block_bytes)
+        for part, block in zip(parts, blocks, strict=False):
+            self._blocks[block, : len(part)].copy_(part, non_blocking=True)
+
+    def _to_device(self, blocks: Sequence[int]) -> Tensor:
+        """[n, block_bytes] uint8: blocks on the device."""
+        device = self._snapshots.device
+        flat = torch.empty(len(blocks), self.block_bytes, dtype=torch.uint8, device=device)
+        for row, block in zip(flat, blocks, strict=True):
+            row.copy_(self._blocks[block], non_blocking=True)
+        return flat
 
     def _snapshot_part(self, snapshot: int, n: int) -> Tensor:
         return self._snapshots[snapshot, n * self.block_bytes : (n + 1) * self.block_bytes]
@@ -131,8 +146,8 @@ class KVCache:
             self.tensors[group.name][:, list(slots)] = ring
 
     def _gather(self, groups: list[KVGroup], slot: int) -> Tensor:
-        parts = [self.tensors[g.name][:, slot].reshape(-1).cpu() for g in groups]
-        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.uint8)
+        parts = [self.tensors[g.name][:, slot].reshape(-1) for g in groups]
+        return torch.cat(parts) if parts else self._snapshots.new_zeros(0)
 
     def _scatter(self, groups: list[KVGroup], slot: int, flat: Tensor) -> None:
         offset = 0
@@ -140,5 +155,5 @@ class KVCache:
             tensor = self.tensors[group.name]
             width = group.held_bytes
             rows = flat[offset : offset + width].reshape(-1, group.page_bytes)
-            tensor[:, slot] = rows.to(tensor.device)
+            tensor[:, slot] = rows
             offset += width
