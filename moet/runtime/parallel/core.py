@@ -19,7 +19,7 @@ from moet.types import TokenEvent
 logger = logging.getLogger(__name__)
 
 Runner = Callable[[Batch], StepResult]
-STOP = b""  # announced in place of a batch
+STOP = b"\xc1"  # announced in place of a batch, which never begins like this
 
 
 class LeadingCore(EngineCore):

@@ -33,7 +33,7 @@ def main() -> int:
 
 
 def _end_with_rank_0() -> None:
-    while sys.stdin.buffer.read(1):
+    while os.read(0, 1):
         pass
     os._exit(1)
 

@@ -56,8 +56,6 @@ class Links(Protocol):
     def size(self) -> int: ...
     def allgather(self, outs: list[list[Tensor]], x: list[Tensor]) -> Work: ...
     def broadcast(self, x: list[Tensor], options: BroadcastOptions) -> Work: ...
-    def send(self, x: list[Tensor], to: int, tag: int) -> Work: ...
-    def recv(self, x: list[Tensor], sender: int, tag: int) -> Work: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +87,13 @@ class Group:
         self.world = self._gloo("world", place.rank, config.num_ranks)
         self.verdicts = self._gloo("verdicts", place.rank, config.num_ranks)
         self._undecided: deque[tuple[Work, list[Tensor], str]] = deque()
-        column = [stage * self.size + self.tensor_rank for stage in range(config.pipeline)]
+        stage, last, column = self.stage, config.pipeline - 1, f"column{self.tensor_rank}"
         self.comm = GroupComm(
             self,
-            self._gloo(f"stage{self.stage}", self.tensor_rank, self.size),
-            self._gloo(f"column{self.tensor_rank}", self.stage, len(column)),
+            self._gloo(f"stage{stage}", self.tensor_rank, self.size),
+            self._gloo(column, stage, config.pipeline),
+            self._gloo(f"{column}/{stage - 1}", 1, 2) if stage > 0 else None,
+            self._gloo(f"{column}/{stage}", 0, 2) if stage < last else None,
         )
 
     @classmethod
@@ -285,10 +285,23 @@ class Group:
 
 
 class GroupComm:
-    """models.sharding.Comm over a group, on the CPU."""
+    """models.sharding.Comm over a group, on the CPU.
 
-    def __init__(self, group: Group, stage: Links, column: Links) -> None:
+    before, behind: the two ranks at either side of a cut, the earlier stage first. What is passed
+    on goes as a broadcast between the two, since a wait for a point-to-point message that times out
+    breaks its connection.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        stage: Links,
+        column: Links,
+        before: Links | None,
+        behind: Links | None,
+    ) -> None:
         self.group, self.stage, self.column = group, stage, column
+        self.before, self.behind = before, behind
         self._number = 0
 
     def sum(self, x: Tensor) -> Tensor:
@@ -303,15 +316,15 @@ class GroupComm:
         return torch.cat(parts, 1)
 
     def receive(self, like: Tensor) -> Tensor:
-        before = self.column.rank() - 1
-        work = self.column.recv([like], before, 0)
-        self.group.wait(work, f"receiving from stage {before}")
+        assert self.before is not None
+        work = self.before.broadcast([like], BroadcastOptions())
+        self.group.wait(work, f"receiving from stage {self.group.stage - 1}")
         return like
 
     def send(self, x: Tensor) -> None:
-        behind = self.column.rank() + 1
-        work = self.column.send([x.contiguous()], behind, 0)
-        self.group.wait(work, f"sending to stage {behind}")
+        assert self.behind is not None
+        work = self.behind.broadcast([x.contiguous()], BroadcastOptions())
+        self.group.wait(work, f"sending to stage {self.group.stage + 1}")
 
     def from_last(self, x: Tensor) -> Tensor:
         if self.column.size() == 1:

@@ -17,7 +17,7 @@ from time import monotonic
 
 import msgspec
 
-from moet.config import EngineConfig
+from moet.config import EngineConfig, environment_with
 from moet.runtime.parallel.group import Place, rank_names
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,11 @@ class Ranks:
         """Start every other rank beside this one."""
         self._name = rank_names(config.parallel)
         for rank in range(1, config.parallel.num_ranks):
-            process = Popen([sys.executable, "-m", FOLLOWER], stdin=subprocess.PIPE)
+            process = Popen(
+                [sys.executable, "-m", FOLLOWER],
+                stdin=subprocess.PIPE,
+                env=environment_with({"TORCH_CPP_LOG_LEVEL": "ERROR"}),  # the log says it better
+            )
             self._processes[rank] = process
             theirs = Place(rank, place.host, place.port, hosts_store=False, attempt=place.attempt)
             assert process.stdin is not None
