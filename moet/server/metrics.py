@@ -14,7 +14,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from moet.runtime.metrics import CoreInfo, CoreStats, HistogramStats
+from moet.runtime.metrics import CoreInfo, CoreStats, ExpertStats, HistogramStats
+from moet.server.expert_metrics import expert_families
 from moet.server.operations import ServerCounters
 
 GAUGES = {
@@ -87,10 +88,11 @@ class _Books(Collector):
         info: CoreInfo,
         model: str,
         server: ServerCounters,
+        experts: ExpertStats,
         load_times_s: Mapping[str, float],
     ) -> None:
         self.stats, self.info, self.model, self.server = stats, info, model, server
-        self.load_times_s = load_times_s
+        self.experts, self.load_times_s = experts, load_times_s
 
     def collect(self) -> Iterator[Metric]:
         labels = ["model_name"]
@@ -99,6 +101,7 @@ class _Books(Collector):
             gauge.add_metric([self.model], getattr(self.stats, field))
             yield gauge
         yield from self._load_times(labels)
+        yield from expert_families(self.experts, self.model)
         for name, (field, text) in {**COUNTERS, **DRAFT_COUNTERS}.items():
             counter = CounterMetricFamily(f"moet:{name}", text, labels=labels)
             counter.add_metric([self.model], getattr(self.stats, field))
@@ -166,9 +169,10 @@ def render(
     info: CoreInfo,
     model: str,
     server: ServerCounters,
+    experts: ExpertStats,
     load_times_s: Mapping[str, float],
 ) -> bytes:
     """The text of /metrics. load_times_s: seconds by stage of loading."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Books(stats, info, model, server, load_times_s))
+    registry.register(_Books(stats, info, model, server, experts, load_times_s))
     return generate_latest(registry)

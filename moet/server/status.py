@@ -74,6 +74,7 @@ class Status:
             self.engine.info,
             self.served.names[0],
             self.served.operations.counters,
+            await self.engine.aexpert_stats(),
             self.engine.load_times_s,
         )
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

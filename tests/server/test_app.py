@@ -60,7 +60,8 @@ def test_metrics_carry_the_names_that_dashboards_know() -> None:
             "request_queue_time_seconds_count", "request_prefill_time_seconds_count",
             "request_decode_time_seconds_count", "iteration_tokens_total_count",
             "admission_rejections_total", "corrupted_requests_total", "cache_config_info",
-            "startup_time_seconds", "weight_load_duration_seconds",
+            "gate_checked_total", "gate_fired_total", "startup_time_seconds",
+            "weight_load_duration_seconds",
         ):  # fmt: skip
             assert f"moet:{tail}{{" in text, tail
 

@@ -21,6 +21,7 @@ from moet.config import ServerConfig
 from moet.errors import ConfigError, EngineDeadError
 from moet.runtime.engine import Engine
 from moet.runtime.host import ThreadHost
+from moet.runtime.metrics import ExpertStats, LayerTier, TierStats
 from moet.runtime.output import Output
 from moet.server import tracing
 from moet.server.app import create_app
@@ -107,6 +108,33 @@ def test_a_finished_answer_is_logged_with_the_callers_id(caplog: pytest.LogCaptu
     first, second = caplog.messages
     assert first.startswith(f"finished {whole['id']} request=job-7: ")
     assert re.match(r"finished msg_\w+ request=[0-9a-f]{32}: ", second)
+
+
+def test_the_books_of_a_tiered_store_are_told_by_format() -> None:
+    layers = [
+        LayerTier(layer=i, num_hits=5, num_misses=2, num_streamed=1, num_bytes=300, stall_s=0.25)
+        for i in range(2)
+    ]
+    tier = TierStats(
+        format="w2", row_bytes=100, num_rows=64, num_slots=8, num_static=2, num_resident=7,
+        num_host_places=32, num_host_rows=30, num_host_hits=3, num_disk_reads=1,
+        num_disk_errors=0, disk_wait_s=0.5, layers=layers,
+    )  # fmt: skip
+    stats = ExpertStats(layers=[], tiers=[tier], num_gate_rows=9, num_gated_rows=4)
+    with serving(saying("a")) as api:
+        api.core.expert_stats = lambda: stats
+        lines = api.get("/metrics").text.splitlines()
+    told = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    for name, value in (
+        ("expert_cache_slots", 8), ("expert_cache_hits_total", 10),
+        ("expert_cache_misses_total", 4), ("expert_cache_fetch_bytes_total", 600),
+        ("expert_cache_stall_seconds_total", 0.5), ("host_planes_bytes", 3200),
+        ("expert_disk_reads_total", 1),
+    ):  # fmt: skip
+        [found] = [v for k, v in told.items() if k.startswith(f"moet:{name}{{") and "w2" in k]
+        assert float(found) == value, name
+    assert float(told['moet:gate_checked_total{model_name="scripted"}']) == 9
+    assert float(told['moet:gate_fired_total{model_name="scripted"}']) == 4
 
 
 def test_the_time_that_loading_took_is_told() -> None:
