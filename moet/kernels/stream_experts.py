@@ -7,6 +7,7 @@ and a Launcher; not models, residency or requests.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -213,6 +214,9 @@ class ExpertPool:
         scale_start = sum(self.format.part_bytes[:3])
         scales = self.format.scale_bytes
         rows = [n for n, _ in self.format.shapes]
+        if self.format.name == "nvfp4":  # whose tensor scales follow the scale planes
+            start = scale_start + sum(scales)
+            return [Part(codes[i], scale_start + sum(scales[:i]), start + 4 * i) for i in range(3)]
         return [Part(codes[i], scale_start + sum(scales[:i]), sum(rows[:i])) for i in range(3)]
 
     def gate_up(
@@ -340,7 +344,8 @@ class ExpertPool:
 
 def codec_of(format: ExpertRows) -> Codec:
     """The kernel's name for a row format."""
-    return "w2" if format.name == "w2" else "mxfp4"
+    codecs: dict[str, Codec] = {"w2": "w2", "mxfp4": "mxfp4", "nvfp4": "nvfp4"}
+    return codecs[format.name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,9 +364,8 @@ class SharedExpert:
         assert gate.scale is not None
         assert up.scale is not None
         planes = torch.stack([gate.plane, up.plane])
-        return cls(
-            planes, torch.stack([gate.scale, up.scale]), StreamLinear.fp8(*w2), gate.out_features
-        )
+        down = dataclasses.replace(StreamLinear.fp8(*w2), fixed_slices=1)
+        return cls(planes, torch.stack([gate.scale, up.scale]), down, gate.out_features)
 
     @classmethod
     def joined(cls, gate_up: StreamLinear, down: StreamLinear) -> SharedExpert:

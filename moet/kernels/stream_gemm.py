@@ -7,6 +7,7 @@ Knows the argument block of `csrc/stream_gemm.cuh` and nothing of how a kernel i
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
@@ -17,9 +18,9 @@ from moet.errors import UnsupportedError
 from moet.kernels import layout
 
 THREADS = 256
-Codec = Literal["w2", "mxfp4", "fp8", "bf16"]
+Codec = Literal["w2", "mxfp4", "nvfp4", "fp8", "bf16"]
 Output = Literal["f32", "bf16", "swiglu"]
-CHUNKS_PER_STAGE: dict[str, int] = {"w2": 4, "mxfp4": 2, "fp8": 2, "bf16": 2}
+CHUNKS_PER_STAGE: dict[str, int] = {"w2": 4, "mxfp4": 2, "nvfp4": 2, "fp8": 2, "bf16": 2}
 CHUNK_BYTES: dict[str, int] = {"w2": 512, "mxfp4": 1024, "fp8": 2048, "bf16": 2048}
 CHUNK_COLUMNS: dict[str, int] = {"w2": 128, "mxfp4": 128, "fp8": 128, "bf16": 64}
 SCALE_WORDS: dict[str, int] = {"w2": 3, "mxfp4": 2, "fp8": 2, "bf16": 0}  # of a lane in a stage
@@ -194,6 +195,7 @@ class StreamLinear:
     scale: Tensor | None
     out_features: int
     in_features: int
+    fixed_slices: int | None = None  # of the columns; None: `slices` decides
 
     @classmethod
     def fp8(cls, weight: Tensor, scale: Tensor) -> StreamLinear:
@@ -209,12 +211,12 @@ class StreamLinear:
 
     def to(self, device: torch.device | str) -> StreamLinear:
         scale = None if self.scale is None else self.scale.to(device)
-        return StreamLinear(
-            self.codec, self.plane.to(device), scale, self.out_features, self.in_features
-        )
+        return dataclasses.replace(self, plane=self.plane.to(device), scale=scale)
 
     def slices(self, launcher: Launcher) -> int:
         """Over how many CTAs the columns are split: a function of the shape and chip alone."""
+        if self.fixed_slices is not None:
+            return self.fixed_slices
         tiles = self.plane.shape[0] // 64
         stages = num_stages(self.codec, self.chunks, 1, 1)
         smallest = Instance(self.codec, 16, "bf16", False, 2, 2)

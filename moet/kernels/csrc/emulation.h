@@ -120,8 +120,8 @@ inline bool release_spinning(unsigned threads) {
     if (fibers[i].wait == SPIN) fibers[i].wait = RUNNING, any = true;
   return any;
 }
-inline int run_block(unsigned threads) {
-  int spins = 0;
+inline void prepare_block(unsigned threads, int shared_bytes) {
+  shared_memory.assign(shared_bytes + 1024, 0xFF);  // poison
   fibers.resize(threads);
   offers.assign(threads, {});
   for (Fiber& f : fibers) {
@@ -132,34 +132,84 @@ inline int run_block(unsigned threads) {
     f.context.uc_stack.ss_size = f.stack.size();
     makecontext(&f.context, trampoline, 0);
   }
+}
+enum Progress { ENDED, SPINNING, STUCK };
+// Runs a block until it ends, or only threads that wait for memory are left (they are woken).
+inline Progress advance_block(unsigned threads) {
   for (;;) {
     bool ran = false;
     for (unsigned w = 0; w < threads; w += 32)
       while (step_warp(w)) ran = true;
-    if (all(0, threads, DONE)) return 0;
+    if (all(0, threads, DONE)) return ENDED;
     if (release_named(threads)) ran = true;
-    if (!ran && spins++ < 1000) ran = release_spinning(threads);
-    else spins = 0;
     if (ran) continue;
     if (all(0, threads, BLOCK)) {
       for (Fiber& f : fibers)
         if (f.wait == BLOCK) f.wait = RUNNING;
-    } else if (!ran) {
-      fprintf(stderr, "emulation: a collective that not all threads reach\n");
-      return 1;
+    } else {
+      return release_spinning(threads) ? SPINNING : STUCK;
     }
   }
 }
+inline int fail(const char* why) {
+  fprintf(stderr, "emulation: %s\n", why);
+  return 1;
+}
+constexpr int PATIENCE = 1000;  // rounds in which nothing but spinning happens
+
 inline int run_grid(int x, int y, int threads, int shared_bytes, std::function<void()> kernel) {
   body = std::move(kernel);
   gridDim = {unsigned(x), unsigned(y), 1};
   for (int j = 0; j < y; j++)
     for (int i = 0; i < x; i++) {
       blockIdx = {unsigned(i), unsigned(j), 0};
-      shared_memory.assign(shared_bytes + 1024, 0xFF);  // poison
-      if (int error = run_block(threads)) return error;
+      prepare_block(threads, shared_bytes);
+      Progress progress = SPINNING;
+      for (int spins = 0; progress == SPINNING && spins < PATIENCE; spins++) progress = advance_block(threads);
+      if (progress != ENDED) return fail("a collective that not all threads reach");
     }
   return 0;
+}
+
+// A block that is not running.
+struct Block {
+  std::vector<Fiber> fibers;
+  std::vector<Offer> offers;
+  std::vector<uint8_t> shared_memory;
+  Progress progress = SPINNING;
+
+  void exchange(unsigned index) {
+    std::swap(fibers, emulation::fibers);
+    std::swap(offers, emulation::offers);
+    std::swap(shared_memory, emulation::shared_memory);
+    blockIdx = {index, 0, 0};
+  }
+};
+// All blocks in turn, each until it ends or waits for another one.
+inline int run_together(int grid, int threads, int shared_bytes, std::function<void()> kernel) {
+  body = std::move(kernel);
+  gridDim = {unsigned(grid), 1, 1};
+  std::vector<Block> blocks(grid);
+  for (Block& b : blocks) {
+    b.exchange(0);
+    prepare_block(threads, shared_bytes);
+    b.exchange(0);
+  }
+  for (int round = 0; round < PATIENCE; round++) {
+    bool waiting = false;
+    for (int i = grid - 1; i >= 0; i--) {  // the last first: it waits for those before it
+      Block& b = blocks[i];
+      if (b.progress != SPINNING) continue;
+      b.exchange(i);
+      Progress now = advance_block(threads);
+      b.exchange(i);
+      b.progress = now;
+      if (now == STUCK) return fail("a collective that not all threads reach");
+      waiting = waiting || now == SPINNING;
+    }
+    if (!waiting) return 0;
+  }
+  return fail("blocks that wait for each other");
 }
 
 inline float e4m3(uint8_t v) {

@@ -1,0 +1,60 @@
+// NVFP4 weights: e2m1 codes with an e4m3 scale per 16 columns, which no exponent can carry. Every
+// matrix instruction therefore sums one block of 16 (the lanes of the other block bring zeros), and
+// its four sums are multiplied with the block's scale. The order of the sums is part of the format's
+// contract: blocks of a chunk in order by fused multiply-add, then the chunk times the row's scale.
+#pragma once
+#include "mma.cuh"
+
+constexpr int NVFP4 = 4;  // after the codecs of codec.cuh
+
+// Byte i of four e4m3 scales (never negative) as a float, exact.
+DEVICE float e4m3_scale(uint32_t word, int i) {
+  uint32_t bits = i < 3 ? word << (20 - 8 * i) : word >> 4;
+  return bits_float(bits & 0x07F00000u) * 0x1p120f;
+}
+
+// One chunk of 128 columns: codes_words[8] of a lane, scale_word of the lane's place in the plane.
+// Returns the chunk's sums, without activation and tensor scales, in chunk[4].
+DEVICE void nvfp4_chunk(const uint32_t* codes_words, uint32_t scale_word, BOperand b, float* chunk) {
+  int lane = threadIdx.x & 31;
+  uint32_t low_block = lane & 2 ? 0u : ~0u;  // lanes with columns 0..15 of every 32
+  uint32_t e = 14 * 0x04040404u, low = e2m1_low(e), high = e2m1_high(e);
+#pragma unroll
+  for (int i = 0; i < 4; i++) chunk[i] = 0.0f;
+#pragma unroll
+  for (int pair = 0; pair < 2; pair++) {  // of 64 columns: four blocks, one scale word a row
+    uint32_t row0 = shuffle(scale_word, (lane & ~3) + 2 * pair);
+    uint32_t row1 = shuffle(scale_word, (lane & ~3) + 2 * pair + 1);
+    uint32_t a[4][4];
+    float part[4][4];
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      uint32_t all[4];
+      decode_e2m1(codes_words[4 * pair + 2 * j], low, high, low, high, all);
+      decode_e2m1(codes_words[4 * pair + 2 * j + 1], low, high, low, high, all + 2);
+#pragma unroll
+      for (int i = 0; i < 4; i++) a[2 * j][i] = all[i] & low_block, a[2 * j + 1][i] = all[i] & ~low_block;
+    }
+    mma_begin();
+#pragma unroll
+    for (int block = 0; block < 4; block++) {
+      BOperand columns = b_advance(b, 256 * (2 * pair + block / 2));
+#if MOET_SM == 90
+      mma<MXFP4, 1>(part[block], a[block], columns, 0);
+#else
+      mma_scaled<MXFP4, 1, 0, 0>(part[block], a[block], columns, 0, 0x7F7F7F7Fu);
+#endif
+    }
+    mma_commit();
+    mma_wait<0>();
+#pragma unroll
+    for (int block = 0; block < 4; block++) {
+      float s0 = e4m3_scale(row0, block), s1 = e4m3_scale(row1, block);
+      chunk[0] = fma_rn(part[block][0], s0, chunk[0]);
+      chunk[1] = fma_rn(part[block][1], s0, chunk[1]);
+      chunk[2] = fma_rn(part[block][2], s1, chunk[2]);
+      chunk[3] = fma_rn(part[block][3], s1, chunk[3]);
+    }
+  }
+}
+// On both arches magnitude 1 decodes to 2^0 with e = 14: nothing to undo.
