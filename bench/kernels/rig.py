@@ -127,6 +127,10 @@ def random_pool(format: ExpertRows, experts: int) -> ExpertPool:
         108, 120, rows[:, :, start:].shape, dtype=torch.uint8, device=DEVICE
     )
     base_rows = sum(n for n, _ in format.shapes)
+    if format.name == "nvfp4":  # whose tensor scales follow the block scales
+        base_rows, at = 0, start + sum(format.scale_bytes)
+        scale = torch.full((3,), 2.0**-12, device=DEVICE).view(torch.uint8)
+        rows[:, :, at : at + 12] = scale
     bases = torch.full(
         (experts, format.num_sub_rows, base_rows), 91, dtype=torch.uint8, device=DEVICE
     )

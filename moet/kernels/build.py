@@ -2,6 +2,10 @@
 
 A developer's tool; nothing here runs when a model does. Needs nvcc of exactly COMPILER. Several
 may build different sources at the same time: each merges its entries into the manifest.
+
+--debug builds the flavour in which a kernel that finds an error also traps, for compute-sanitizer
+and cuda-gdb; --nvrtc compiles in this process, without a toolkit. Neither touches cubins/: they
+write folders of their own, which `cubin.Kernels(device, root)` takes.
 """
 
 from __future__ import annotations
@@ -14,9 +18,10 @@ import os
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from moet.errors import CubinError
+from moet.kernels import nvrtc
 from moet.kernels.tools import find_tool, resources
 
 CSRC = Path(__file__).parent / "csrc"
@@ -24,6 +29,13 @@ CUBINS = Path(__file__).parents[2] / "cubins"
 COMPILER = "13.0.88"
 ARCHS = {"sm90a": 90, "sm120a": 120}
 FLAGS = ("-std=c++17", "-O3", "--fmad=true", "-diag-suppress=177")
+VARIANTS = CUBINS.parent / "build"  # of the debug and NVRTC flavours
+
+
+class Compile(Protocol):
+    """Compiles csrc/NAME.cu for an architecture into a file. Raises CubinError."""
+
+    def __call__(self, name: str, arch: str, target: Path, *, debug: bool = False) -> None: ...
 
 
 def sources() -> list[str]:
@@ -51,11 +63,11 @@ def source_hash(name: str) -> str:
     return digest.hexdigest()
 
 
-def flags(arch: str) -> list[str]:
+def flags(arch: str, *, debug: bool = False) -> list[str]:
     """Compiler flags of an architecture."""
     sm = ARCHS[arch]
     target = f"-gencode=arch=compute_{sm}a,code=sm_{sm}a"
-    return [*FLAGS, f"-DMOET_SM={sm}", target, "-cubin"]
+    return [*FLAGS, f"-DMOET_SM={sm}", *["-DMOET_DEBUG"] * debug, target, "-cubin"]
 
 
 def compiler_version(nvcc: str) -> str:
@@ -65,7 +77,7 @@ def compiler_version(nvcc: str) -> str:
     return found.group(1) if found else "unknown"
 
 
-def compile_source(name: str, arch: str, target: Path) -> None:
+def compile_source(name: str, arch: str, target: Path, *, debug: bool = False) -> None:
     """Compile csrc/NAME.cu to target. Raises CubinError with the compiler's words, or its version.
 
     Runs inside csrc with relative names, so that the result does not depend on where that is.
@@ -74,7 +86,7 @@ def compile_source(name: str, arch: str, target: Path) -> None:
     version = compiler_version(nvcc)
     if version != COMPILER:
         raise CubinError(f"nvcc is {version}; cubins are built with {COMPILER}: install that one")
-    command = [nvcc, *flags(arch), "-o", str(target.resolve()), f"{name}.cu"]
+    command = [nvcc, *flags(arch, debug=debug), "-o", str(target.resolve()), f"{name}.cu"]
     done = subprocess.run(command, cwd=CSRC, capture_output=True, text=True, check=False)
     if done.returncode != 0 or "warning" in done.stderr:
         raise CubinError(f"{name}.cu for {arch}: {done.stderr.strip()}")
@@ -91,11 +103,11 @@ def threads_and_ctas(name: str) -> dict[str, tuple[int, int]]:
     for kernel, ctas in re.findall(r"^STREAM\((\w+), .*, (\d+)\)$", text, re.MULTILINE):
         found[kernel] = (int(constants["THREADS"]), int(ctas))
     for kernel in re.findall(r"^PREFILL\((\w+), .*\)$", text, re.MULTILINE):
-        found[kernel] = (int(constants["THREADS"]), 1)
+        found[kernel] = (int(constants["PREFILL_THREADS"]), 1)
     return found
 
 
-def entry(name: str, arch: str, cubin: Path) -> dict[str, Any]:
+def entry(name: str, arch: str, cubin: Path, *, debug: bool = False) -> dict[str, Any]:
     """What the manifest says of one cubin."""
     declared, kernels = threads_and_ctas(name), {}
     for kernel, use in sorted(resources(cubin).items()):
@@ -112,12 +124,12 @@ def entry(name: str, arch: str, cubin: Path) -> dict[str, Any]:
         "source": f"{name}.cu",
         "source_sha256": source_hash(name),
         "cubin_sha256": hashlib.sha256(cubin.read_bytes()).hexdigest(),
-        "flags": flags(arch),
+        "flags": flags(arch, debug=debug),
         "kernels": kernels,
     }
 
 
-def record(root: Path, entries: dict[str, Any]) -> None:
+def record(root: Path, entries: dict[str, Any], compiler: str = f"nvcc {COMPILER}") -> None:
     """Merge entries into the manifest of a folder, and drop those whose source is gone.
 
     Holds a lock while it reads and writes, so that builds side by side lose nothing.
@@ -128,13 +140,15 @@ def record(root: Path, entries: dict[str, Any]) -> None:
         cubins = json.loads(path.read_text())["cubins"] if path.exists() else {}
         known = sources()
         cubins = {key: facts for key, facts in cubins.items() if key.split("/")[1] in known}
-        manifest = {"compiler": f"nvcc {COMPILER}", "cubins": cubins | entries}
+        manifest = {"compiler": compiler, "cubins": cubins | entries}
         whole = root / f".manifest.{os.getpid()}"
         whole.write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
         whole.replace(path)
 
 
-def build(name: str, arch: str, root: Path) -> dict[str, Any]:
+def build(
+    name: str, arch: str, root: Path, *, debug: bool = False, compile: Compile = compile_source
+) -> dict[str, Any]:
     """Compile one source to root/ARCH/NAME.cubin. Returns its manifest entry.
 
     Raises CubinError if a source file changed while the compiler ran.
@@ -143,8 +157,8 @@ def build(name: str, arch: str, root: Path) -> dict[str, Any]:
     before, target = source_hash(name), root / arch / f"{name}.cubin"
     fresh = target.with_suffix(f".{os.getpid()}")
     try:
-        compile_source(name, arch, fresh)
-        made = entry(name, arch, fresh)
+        compile(name, arch, fresh, debug=debug)
+        made = entry(name, arch, fresh, debug=debug)
         if made["source_sha256"] != before:
             raise CubinError(f"{name}.cu or a header changed while it was compiled: build it again")
         fresh.replace(target)
@@ -158,15 +172,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("source", nargs="*", help=f"of {', '.join(sources())}; all by default")
     parser.add_argument("--arch", choices=sorted(ARCHS), action="append")
+    parser.add_argument("--debug", action="store_true", help="into build/cubins-debug")
+    parser.add_argument("--nvrtc", action="store_true", help="into build/cubins-nvrtc")
     args = parser.parse_args()
     unknown = sorted(set(args.source) - set(sources()))
     if unknown:
         parser.error(f"no csrc/{unknown[0]}.cu; there are {', '.join(sources())}")
+    flavour = ["debug"] * args.debug + ["nvrtc"] * args.nvrtc
+    root = VARIANTS / "-".join(["cubins", *flavour]) if flavour else CUBINS
+    compile, compiler = compile_source, f"nvcc {COMPILER}"
+    if args.nvrtc:
+        compile, compiler = nvrtc.compile_source, f"nvrtc {nvrtc.version()}"
     for name in args.source or sources():
         for arch in args.arch or sorted(ARCHS):
-            made = build(name, arch, CUBINS)
-            record(CUBINS, {f"{arch}/{name}": made})
-            print(f"{arch}/{name}.cubin {(CUBINS / arch / f'{name}.cubin').stat().st_size} bytes")
+            made = build(name, arch, root, debug=args.debug, compile=compile)
+            record(root, {f"{arch}/{name}": made}, compiler)
+            print(f"{arch}/{name}.cubin {(root / arch / f'{name}.cubin').stat().st_size} bytes")
 
 
 if __name__ == "__main__":

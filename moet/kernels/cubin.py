@@ -79,7 +79,7 @@ class Kernels:
     """
 
     def __init__(self, device: torch.device, root: Path | None = None) -> None:
-        from cuda.bindings import driver  # type: ignore[import-not-found,unused-ignore]
+        from cuda.bindings import driver  # type: ignore[import-untyped,unused-ignore]
 
         self._driver: Any = driver
         self._root = root or folder()

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from moet.errors import CubinError
-from moet.kernels import audit, build, cubin, tools
+from moet.kernels import audit, build, cubin, nvrtc, tools
 
 
 def manifest() -> dict[str, Any]:
@@ -129,3 +130,50 @@ def test_a_source_that_changes_under_the_compiler_is_not_recorded(
     with pytest.raises(CubinError, match="changed while it was compiled"):
         build.build("bandwidth", "sm90a", tmp_path)
     assert not list((tmp_path / "sm90a").iterdir())
+
+
+@pytest.mark.parametrize("arch", sorted(build.ARCHS))
+def test_nvrtc_gives_the_kernels_of_the_compiler(tmp_path: Path, arch: str) -> None:
+    made = build.build("bandwidth", arch, tmp_path, compile=nvrtc.compile_source)
+    shipped = manifest()["cubins"][f"{arch}/bandwidth"]
+    assert made["kernels"] == shipped["kernels"]
+    build.record(tmp_path, {f"{arch}/bandwidth": made}, f"nvrtc {nvrtc.version()}")
+    data = cubin.verified("bandwidth", arch, tmp_path)
+    assert data[:4] == b"\x7fELF"
+    assert b"read_buffer" in data
+
+
+def test_a_source_that_nvrtc_refuses_is_told_in_its_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(build.CSRC, tmp_path / "csrc")
+    (tmp_path / "csrc" / "bandwidth.cu").write_text("this is not C++;")
+    monkeypatch.setattr(nvrtc, "CSRC", tmp_path / "csrc")
+    with pytest.raises(CubinError, match=r"bandwidth\.cu for sm90a.*error"):
+        nvrtc.compile_source("bandwidth", "sm90a", tmp_path / "out.cubin")
+
+
+def test_the_debug_flavour_traps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the shipped build only sets a bit of the error word, it stops, too."""
+    (tmp_path / "tiny.cu").write_text(
+        '#include "device.cuh"\n'
+        "KERNEL(32, 1) tiny(uint32_t* error) { atomic_or(error, 1); trap_in_debug(); }\n"
+    )
+    shutil.copy(build.CSRC / "device.cuh", tmp_path)
+    monkeypatch.setattr(build, "CSRC", tmp_path)
+    found = {}
+    for debug in (False, True):
+        entry = build.build("tiny", "sm90a", tmp_path, debug=debug)
+        assert ("-DMOET_DEBUG" in entry["flags"]) == debug
+        ops = tools.instructions(tmp_path / "sm90a" / "tiny.cubin")["tiny"]
+        found[debug] = any(op.startswith("BPT.TRAP") for op in ops)
+    assert found == {False: False, True: True}
+
+
+def test_a_device_without_cubins_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an older GPU")
+    with pytest.raises(CubinError, match=r"older GPU has compute capability 8\.0; .* 9\.0, 12\.0"):
+        cubin.device_arch(torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
+    assert cubin.device_arch(torch.device("cuda")) == "sm120a"
