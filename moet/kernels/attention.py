@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moet.kernels.cache import Cache, EntryFormat, fp8_rows_fit
 from moet.kernels.gemm import matmul
+from moet.kernels.quant import Activations
 from moet.kernels.registry import GPU_ARCHS, op
 from moet.kernels.rope import rope
 from moet.kernels.rows import Rows
@@ -98,6 +99,45 @@ def window_attention(
     return rope(out, cos, sin, inverse=True)
 
 
+@op(tolerance=2**-4)  # one step of e4m3
+def window_attention_q(
+    q: Tensor,
+    sink: Tensor,
+    window: Cache,
+    chunk: Cache | None,
+    entries: Cache | None,
+    selected: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    rows: Rows,
+    *,
+    scale: float,
+    sliding_window: int,
+    ratio: int,
+    num_groups: int,
+) -> Activations:
+    """window_attention as the input of a grouped projection.
+
+    Returns [T * num_groups, H * dim / num_groups], row token * num_groups + group; on a GPU steps
+    of few rows have codes and no values.
+    """
+    out = window_attention.reference(
+        q,
+        sink,
+        window,
+        chunk,
+        entries,
+        selected,
+        cos,
+        sin,
+        rows,
+        scale=scale,
+        sliding_window=sliding_window,
+        ratio=ratio,
+    )
+    return Activations(out.view(len(q) * num_groups, -1))
+
+
 def _window_rows(
     first: int,
     last: int,
@@ -170,4 +210,44 @@ def _window_attention(
         scale=scale,
         sliding_window=sliding_window,
         ratio=ratio,
+    )
+
+
+def _groups_fit(*, arch: str, form: EntryFormat, num_heads: int) -> bool:
+    return _rows_fit(arch=arch, form=form, num_heads=num_heads) and form.width % 128 == 0
+
+
+@window_attention_q.impl("triton_fp8", supports=_groups_fit)
+def _window_attention_q(
+    q: Tensor,
+    sink: Tensor,
+    window: Cache,
+    chunk: Cache | None,
+    entries: Cache | None,
+    selected: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    rows: Rows,
+    *,
+    scale: float,
+    sliding_window: int,
+    ratio: int,
+    num_groups: int,
+) -> Activations:
+    from moet.kernels import triton_attention
+
+    return triton_attention.window_attention_q(
+        q,
+        sink,
+        window,
+        chunk,
+        entries,
+        selected,
+        cos,
+        sin,
+        rows,
+        scale=scale,
+        sliding_window=sliding_window,
+        ratio=ratio,
+        num_groups=num_groups,
     )

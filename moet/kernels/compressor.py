@@ -119,7 +119,7 @@ def _windows(own: Tensor, closing: Tensor, state: Cache, rows: Rows, length: int
     return torch.cat([values, window[..., channels:].masked_fill(absent, float("-inf"))], 2)
 
 
-def _encodings_fit(
+def encodings_fit(
     *, arch: str, state: EntryFormat, entries: EntryFormat, ratio: int, rotate: bool
 ) -> bool:
     """fp8 entries, or MXFP4 ones whose Hadamard matrix fits a program's registers."""
@@ -130,7 +130,7 @@ def _encodings_fit(
     return arch in GPU_ARCHS and raw and fits and ratio & (ratio - 1) == 0
 
 
-@compress.impl("triton", supports=_encodings_fit)
+@compress.impl("triton", supports=encodings_fit)
 def _compress(
     projected: Tensor,
     ape: Tensor,

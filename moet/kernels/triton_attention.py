@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-# mypy: disable-error-code="import-untyped, attr-defined, misc"
+# mypy: disable-error-code="import-untyped, attr-defined, misc, assignment, var-annotated"
 # ruff: noqa: RUF005  (tuples of blocks grow by addition: the compiler knows no unpacking)
 """Attention kernels over fp8 rows. A row's keys come in tiles of 64 with fixed borders: those of
 its window, then its entries. Every tile is summed by itself and tiles are joined in ascending
@@ -15,10 +15,12 @@ from torch import Tensor
 
 from moet.kernels.cache import Cache
 from moet.kernels.cubin import device_arch
+from moet.kernels.quant import Activations
 from moet.kernels.rows import Rows
 from moet.kernels.triton_common import (
+    CODED_ROWS,
     e4m3_codes,
-    exponent_byte,
+    e4m3_exponent,
     load_rotation,
     mma_place,
     power_of_two,
@@ -30,6 +32,7 @@ LOG2E = 1.4426950408889634
 KEYS = 64  # of a tile
 HEADS_EACH = {"sm90a": 64, "sm120a": 32}  # of one program: the rows of its matrix instructions
 HEADS_JOINED = 1  # of one program that joins tiles
+TILES_AHEAD = 8  # whose sums such a program reads at once
 MAX_PARTS = 1024  # tiles whose sums wait in memory at a time; 128 KiB each at released sizes
 
 
@@ -135,12 +138,6 @@ def final_factor(top, total, sink):
     shift = tl.maximum(top, sink)
     factor = tl.exp2(top - shift)
     return factor / tl.fma(total, factor, tl.exp2(sink - shift))
-
-
-@triton.jit
-def e4m3_exponent(amax):
-    """Byte of the scale of a block whose largest value this is, as in quant.fp8_encode."""
-    return exponent_byte(tl.maximum(amax, 1e-4), 8, 0x600000)
 
 
 @triton.jit
@@ -488,7 +485,7 @@ def _launch(
             part_sum,
             num_tiles,
             EACH=each,
-            AHEAD=8,
+            AHEAD=TILES_AHEAD,
             num_warps=4,
             **facts,
         )
@@ -527,3 +524,31 @@ def window_attention(
         ratio=ratio,
     )
     return out
+
+
+def window_attention_q(
+    q: Tensor,
+    sink: Tensor,
+    window: Cache,
+    chunk: Cache | None,
+    entries: Cache | None,
+    selected: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    rows: Rows,
+    *,
+    scale: float,
+    sliding_window: int,
+    ratio: int,
+    num_groups: int,
+) -> Activations:
+    num_rows, num_heads, dim = q.shape
+    shape = num_rows * num_groups, num_heads * dim // num_groups
+    args = (q, sink, window, chunk, entries, selected, cos, sin, rows)
+    if num_rows > CODED_ROWS:
+        out = window_attention(*args, scale=scale, sliding_window=sliding_window, ratio=ratio)
+        return Activations(out.view(shape))
+    codes = torch.empty(shape, dtype=torch.uint8, device=q.device)
+    scales = torch.empty((shape[0], shape[1] // 128), dtype=torch.float32, device=q.device)
+    _launch(*args, codes, scales, scale=scale, sliding_window=sliding_window, ratio=ratio)
+    return Activations(None, codes, scales)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+CODED_ROWS = 256  # steps of more rows are multiplied in tiles that round their inputs themselves
+
 
 @triton.jit
 def exponent_byte(amax, GRAIN: tl.constexpr, MANTISSA: tl.constexpr):
@@ -25,6 +27,12 @@ def exponent_byte(amax, GRAIN: tl.constexpr, MANTISSA: tl.constexpr):
 def power_of_two(byte):
     """2^(byte - 127) as fp32. byte: int32, 1..254."""
     return (byte << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def e4m3_exponent(amax):
+    """Byte of the scale of a block whose largest value this is, as in quant.fp8_encode."""
+    return exponent_byte(tl.maximum(amax, 1e-4), 8, 0x600000)
 
 
 @triton.jit
@@ -91,7 +99,7 @@ def store_fp8_row(
     pages,
     slot,
     PAGE_BYTES,
-    ENTRIES: tl.constexpr,
+    ENTRIES,
     DIM: tl.constexpr,
     ROPE: tl.constexpr,
     SCALE_BYTES: tl.constexpr,

@@ -72,6 +72,99 @@ def keep_last_rows(
 
 
 @triton.jit
+def hadamard(x, DIM: tl.constexpr):
+    """Walsh-Hadamard transform of [DIM] fp32 values, not scaled: over the high bits of the place,
+    then over the low ones."""
+    LOW: tl.constexpr = 16 if DIM > 16 else DIM
+    HIGH: tl.constexpr = DIM // LOW
+    i, j = tl.arange(0, HIGH), tl.arange(0, LOW)
+    x = tl.reshape(x, [HIGH, LOW])
+    sign = hadamard_sign(i[:, None], i[None, :])
+    x = tl.sum(sign[:, :, None] * x[None, :, :], 1)
+    sign = hadamard_sign(j[:, None], j[None, :])
+    x = tl.sum(x[:, :, None] * sign[None, :, :], 1)
+    return tl.reshape(x, [DIM])
+
+
+@triton.jit
+def close_window(
+    projected,
+    ape,
+    weight,
+    cos_ptr,
+    sin_ptr,
+    state,
+    entries,
+    row,
+    p,
+    start,
+    seq_slot,
+    table,
+    stride,
+    PAGE_BYTES,
+    eps,
+    RATIO: tl.constexpr,
+    LENGTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+    RING: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ROPE: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+    ROTATE: tl.constexpr,
+    FP8: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """Pool the window that a row closes and store its entry, in fp8 or else MXFP4."""
+    ring = state + seq_slot * RING * (2 * CHANNELS)
+    c = tl.arange(0, WIDTH)
+    top = tl.full([WIDTH], float("-inf"), tl.float32)
+    total = tl.zeros([WIDTH], tl.float32)
+    pooled = tl.zeros([WIDTH], tl.float32)
+    for first in range(0, LENGTH, TOKENS):
+        j = first + tl.arange(0, TOKENS)
+        token = p - LENGTH + 1 + j
+        half = tl.where(j >= LENGTH - RATIO, CHANNELS - WIDTH, 0)
+        col = half[:, None] + c[None, :]
+        own = (token >= start)[:, None]
+        old = ((token >= 0) & (token < start))[:, None]
+        mine = projected + (row + token - p)[:, None] * stride + col
+        kept = ring + (token % RING)[:, None] * (2 * CHANNELS) + col
+        value = tl.where(
+            own, tl.load(mine, mask=own, other=0.0), tl.load(kept, mask=old, other=0.0)
+        )
+        bias = tl.load(ape + (token % RATIO)[:, None] * CHANNELS + col, mask=own, other=0.0)
+        score = tl.where(
+            own,
+            tl.load(mine + CHANNELS, mask=own, other=0.0) + bias,
+            tl.load(kept + CHANNELS, mask=old, other=float("-inf")),
+        )
+        new_top = tl.maximum(top, tl.max(score, 0))
+        # Before any token counts both are -inf, and their difference is no number.
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        factor = tl.exp(top - shift)
+        share = tl.exp(score - shift[None, :])
+        total = total * factor + tl.sum(share, 0)
+        pooled = pooled * factor + tl.sum(share * value, 0)
+        top = new_top
+    x = (pooled / total).to(dtype).to(tl.float32)
+    x = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps) * tl.load(weight + c)
+    x = x.to(dtype).to(tl.float32)
+    cos, sin = load_rotation(cos_ptr, sin_ptr, row, WIDTH, ROPE)
+    x = rotate_pairs(tl.reshape(x, [1, WIDTH]), cos, sin).to(dtype).to(tl.float32)
+    x = tl.reshape(x, [WIDTH])
+    if ROTATE:
+        x = (hadamard(x, WIDTH) * (WIDTH**-0.5)).to(dtype).to(tl.float32)
+    entry = p // RATIO
+    slot = tl.load(table + entry // ENTRIES) * ENTRIES + entry % ENTRIES
+    if FP8:
+        store_fp8_row(x, entries, slot, PAGE_BYTES, ENTRIES, WIDTH, ROPE, SCALE_BYTES)
+    else:
+        store_mxfp4_row(x, entries, slot, PAGE_BYTES, ENTRIES, WIDTH)
+
+
+@triton.jit
 def close_windows(
     projected,
     ape,
@@ -103,65 +196,71 @@ def close_windows(
     FP8: tl.constexpr,
     BF16: tl.constexpr,
 ):
-    """One row: its state if KEEP, and if it closes a window the entry, in fp8 or else MXFP4."""
+    """One row: its state if KEEP, and if it closes a window the entry."""
     row = tl.program_id(0).to(tl.int64)
     p = tl.load(positions + row)
-    dtype: tl.constexpr = tl.bfloat16 if BF16 else tl.float32
     if p >= 0:
         if KEEP:
             keep_state(
                 projected, ape, state, positions, seq_slots, row, stride, RATIO, RING, CHANNELS
             )
         if (p + 1) % RATIO == 0:
-            start = tl.load(starts + row)
-            ring = state + tl.load(seq_slots + row) * RING * (2 * CHANNELS)
-            c = tl.arange(0, WIDTH)
-            top = tl.full([WIDTH], float("-inf"), tl.float32)
-            total = tl.zeros([WIDTH], tl.float32)
-            pooled = tl.zeros([WIDTH], tl.float32)
-            for first in range(0, LENGTH, TOKENS):
-                j = first + tl.arange(0, TOKENS)
-                token = p - LENGTH + 1 + j
-                half = tl.where(j >= LENGTH - RATIO, CHANNELS - WIDTH, 0)
-                col = half[:, None] + c[None, :]
-                own = (token >= start)[:, None]
-                old = ((token >= 0) & (token < start))[:, None]
-                mine = projected + (row + token - p)[:, None] * stride + col
-                kept = ring + (token % RING)[:, None] * (2 * CHANNELS) + col
-                value = tl.where(
-                    own, tl.load(mine, mask=own, other=0.0), tl.load(kept, mask=old, other=0.0)
-                )
-                bias = tl.load(ape + (token % RATIO)[:, None] * CHANNELS + col, mask=own, other=0.0)
-                score = tl.where(
-                    own,
-                    tl.load(mine + CHANNELS, mask=own, other=0.0) + bias,
-                    tl.load(kept + CHANNELS, mask=old, other=float("-inf")),
-                )
-                new_top = tl.maximum(top, tl.max(score, 0))
-                # Before any token counts both are -inf, and their difference is no number.
-                shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-                factor = tl.exp(top - shift)
-                share = tl.exp(score - shift[None, :])
-                total = total * factor + tl.sum(share, 0)
-                pooled = pooled * factor + tl.sum(share * value, 0)
-                top = new_top
-            x = (pooled / total).to(dtype).to(tl.float32)
-            x = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps) * tl.load(weight + c)
-            x = x.to(dtype).to(tl.float32)
-            cos, sin = load_rotation(cos_ptr, sin_ptr, row, WIDTH, ROPE)
-            x = rotate_pairs(tl.reshape(x, [1, WIDTH]), cos, sin).to(dtype).to(tl.float32)
-            if ROTATE:
-                sign = hadamard_sign(c[:, None], c[None, :])
-                x = tl.sum(sign * x, 1) * (WIDTH**-0.5)
-                x = x.to(dtype).to(tl.float32)
-            x = tl.reshape(x, [WIDTH])
-            entry = p // RATIO
-            page = tl.load(page_table + tl.load(page_rows + row) * table_stride + entry // ENTRIES)
-            slot = page * ENTRIES + entry % ENTRIES
-            if FP8:
-                store_fp8_row(x, entries, slot, PAGE_BYTES, ENTRIES, WIDTH, ROPE, SCALE_BYTES)
-            else:
-                store_mxfp4_row(x, entries, slot, PAGE_BYTES, ENTRIES, WIDTH)
+            close_window(
+                projected,
+                ape,
+                weight,
+                cos_ptr,
+                sin_ptr,
+                state,
+                entries,
+                row,
+                p,
+                tl.load(starts + row),
+                tl.load(seq_slots + row),
+                page_table + tl.load(page_rows + row) * table_stride,
+                stride,
+                PAGE_BYTES,
+                eps,
+                RATIO,
+                LENGTH,
+                TOKENS,
+                RING,
+                WIDTH,
+                CHANNELS,
+                ROPE,
+                ENTRIES,
+                SCALE_BYTES,
+                ROTATE,
+                FP8,
+                tl.bfloat16 if BF16 else tl.float32,
+            )
+
+
+def num_warps(ratio: int) -> int:
+    """Of a program that closes windows: the longer ones are read by more threads."""
+    return 16 if ratio >= 32 else 8
+
+
+def tokens_at_once(ratio: int, length: int) -> int:
+    return min(length, 32 if ratio >= 32 else 16)
+
+
+def keep_last(projected: Tensor, ape: Tensor, state: Cache, rows: Rows) -> None:
+    """Behind a chunk: the state that later steps need."""
+    ratio, channels = ape.shape
+    keep_last_rows[(len(projected),)](
+        projected,
+        ape,
+        state.pages.view(torch.float32),
+        rows.positions,
+        rows.ends,
+        rows.seq_slots,
+        projected.stride(0),
+        RATIO=ratio,
+        RING=state.form.entries_per_page,
+        CHANNELS=channels,
+        num_warps=4,
+    )
 
 
 def compress(
@@ -206,7 +305,7 @@ def compress(
         eps,
         RATIO=ratio,
         LENGTH=length,
-        TOKENS=min(length, 16),
+        TOKENS=tokens_at_once(ratio, length),
         RING=state.form.entries_per_page,
         WIDTH=form.width,
         CHANNELS=channels,
@@ -217,19 +316,7 @@ def compress(
         ROTATE=rotate,
         FP8=isinstance(form, Fp8Rows),
         BF16=dtype == torch.bfloat16,
-        num_warps=8 if form.width > 128 else 4,
+        num_warps=num_warps(ratio),
     )
     if not rows.short:
-        keep_last_rows[(num_rows,)](
-            projected,
-            ape,
-            ring,
-            rows.positions,
-            rows.ends,
-            rows.seq_slots,
-            projected.stride(0),
-            RATIO=ratio,
-            RING=state.form.entries_per_page,
-            CHANNELS=channels,
-            num_warps=4,
-        )
+        keep_last(projected, ape, state, rows)

@@ -12,7 +12,8 @@ import pytest
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 SHARED_BYTES = {90: 227 << 10, 120: 99 << 10}
-SPILLING = {"attend"}  # chunks on sm_90 keep some of a row's sums in local memory
+# Bytes of a row's sums that chunks keep in local memory, and of a long window's tokens.
+SPILLED = {"attend": 512, "prepare": 128, "close_windows": 128}
 
 
 def run(*args: str, interpret: bool) -> str:
@@ -38,7 +39,7 @@ def test_kernels_compile_and_fit(capability: int) -> None:
         "tests.kernels.accelerated.compiling", f"--target={capability}", "--brief", interpret=False
     )
     kernels = [json.loads(line) for line in out.splitlines()]
-    assert {k["kernel"] for k in kernels} >= {"attend", "join", "score_page", "choose_of_chunks"}
+    assert {k["kernel"] for k in kernels} >= {"attend", "join", "score_page", "prepare"}
     for kernel in kernels:
         assert kernel["shared_bytes"] <= SHARED_BYTES[capability], kernel
-        assert kernel["stack"] == 0 or kernel["kernel"] in SPILLING, kernel
+        assert kernel["stack"] <= SPILLED.get(kernel["kernel"], 0), kernel

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from moet.errors import UnsupportedError
-from moet.kernels.attention import window_attention
+from moet.kernels.attention import window_attention, window_attention_q
+from moet.kernels.attention_inputs import attention_inputs
 from moet.kernels.cache import Fp8Rows, Mxfp4Rows, PlainRows, copy_entries, write_kv
 from moet.kernels.compressor import compress
 from moet.kernels.hyper_connection import hc_enter, hc_head_norm, hc_pass, hc_post
@@ -15,6 +16,7 @@ from moet.kernels.rope import norm_rope_heads
 
 ROWS, KEYS = Fp8Rows(448, 64, 64), Mxfp4Rows(128, 64)
 STATE = PlainRows(2048, 10, torch.float32)
+INDEX_STATE = PlainRows(512, 10, torch.float32)
 RELEASED = [
     (rms_norm, {}),
     (norm_rope_heads, {"head_dim": 512, "rope_dim": 64}),
@@ -26,6 +28,15 @@ RELEASED = [
     (index_query, {"head_dim": 128, "rope_dim": 64, "quantised": True}),
     (index_select, {"keys": KEYS, "num_heads": 64, "top_k": 512}),
     (window_attention, {"form": ROWS, "num_heads": 64}),
+    (window_attention_q, {"form": ROWS, "num_heads": 64}),
+    *(
+        (attention_inputs, {"rank": 1024, "form": ROWS, "compressors": sites})
+        for sites in (
+            (),
+            ((STATE, ROWS, 4, False), (INDEX_STATE, KEYS, 4, True)),
+            ((STATE, ROWS, 128, False),),
+        )
+    ),
     *((op, {"mult": 4, "dim": 4096}) for op in (hc_enter, hc_pass, hc_post, hc_head_norm)),
 ]
 

@@ -9,11 +9,13 @@ from torch import Tensor
 
 from moet.kernels import (
     triton_attention,
+    triton_attention_inputs,
     triton_compressor,
     triton_hyper_connection,
     triton_indexer,
     triton_rows,
 )
+from moet.kernels.attention_inputs import CompressorSite
 from moet.kernels.cache import Cache, Fp8Rows, Mxfp4Rows, PlainRows
 from moet.kernels.rope import rope_cos_sin
 from moet.kernels.rows import Rows
@@ -66,6 +68,7 @@ class Released:
             **self._compressors(),
             **self._index(),
             **self._attention(),
+            **self._inputs(),
         }
 
     def _streams(self) -> dict[str, Callable[[], object]]:
@@ -139,6 +142,49 @@ class Released:
             ),
         }
 
+    def _inputs(self) -> dict[str, Callable[[], object]]:
+        qr_kv, weight = self.bf16(self.n, RANK + WIDTH), self.fp32(RANK)
+        window = self.kv(self.n, 1) if self.is_chunk else self.kv(WINDOW + 2, self.num_seqs)
+        slots = self.rows.row_ids if self.is_chunk else self.rows.ring_slots(WINDOW + 2)
+
+        def site(ratio: int, width: int, first: int) -> CompressorSite:
+            channels = width * (2 if ratio == 4 else 1)
+            form = Mxfp4Rows(width, 64) if width == INDEX_DIM else Fp8Rows(448, ROPE, 256 // ratio)
+            ring = PlainRows(2 * channels, (8 if ratio == 4 else ratio) + 2, torch.float32)
+            return CompressorSite(
+                self.fp32(ratio, channels),
+                self.fp32(width),
+                *self.cos_sin,
+                self.cache(ring, self.num_seqs),
+                self.cache(form, self.num_pages),
+                (first, first + 2 * channels),
+                ratio == 4,
+                width == INDEX_DIM,
+            )
+
+        csa = site(4, WIDTH, 0), site(4, INDEX_DIM, 4 * WIDTH)
+        sites = {"window": (), "csa": csa, "hca": (site(128, WIDTH, 0),)}
+
+        def call(sites: tuple[CompressorSite, ...], projected: Tensor | None) -> object:
+            return triton_attention_inputs.attention_inputs(
+                qr_kv,
+                projected,
+                weight,
+                weight[:WIDTH],
+                *self.cos_sin,
+                window,
+                slots,
+                sites,
+                self.rows,
+                eps=1e-6,
+            )
+
+        found: dict[str, Callable[[], object]] = {}
+        for name, some in sites.items():
+            projected = self.fp32(self.n, some[-1].columns[1] + 64) if some else None
+            found[f"inputs_{name}"] = lambda some=some, projected=projected: call(some, projected)
+        return found
+
     def _attention(self) -> dict[str, Callable[[], object]]:
         q, sink = self.bf16(self.n, HEADS, WIDTH), self.fp32(HEADS)
         ring = self.kv(WINDOW + 2, self.num_seqs)
@@ -149,11 +195,13 @@ class Released:
         )
         chosen = torch.where(chosen < visible, chosen, -1).expand(self.n, -1).contiguous()
         settings = {"scale": WIDTH**-0.5, "sliding_window": WINDOW}
-        attend = triton_attention.window_attention
+        attend = triton_attention.window_attention_q
 
         def call(entries: Cache | None, selected: Tensor | None, ratio: int) -> object:
             state = (sink, ring, chunk, entries, selected)
-            return attend(q, *state, *self.cos_sin, self.rows, **settings, ratio=ratio)
+            return attend(
+                q, *state, *self.cos_sin, self.rows, **settings, ratio=ratio, num_groups=8
+            )
 
         csa, hca = self.kv(64, self.num_pages), self.kv(2, self.num_pages)
         return {

@@ -9,17 +9,20 @@ from torch import Tensor
 
 from moet.kernels import (
     triton_attention,
+    triton_attention_inputs,
     triton_compressor,
     triton_hyper_connection,
     triton_indexer,
     triton_rows,
 )
 from moet.kernels.attention import window_attention
+from moet.kernels.attention_inputs import CompressorSite, attention_inputs
 from moet.kernels.cache import Cache, Fp8Rows, Mxfp4Rows, PlainRows, copy_entries, write_kv
 from moet.kernels.compressor import compress
 from moet.kernels.hyper_connection import hc_enter, hc_head_norm, hc_pass, hc_post
 from moet.kernels.indexer import index_query, index_select
 from moet.kernels.norm import rms_norm
+from moet.kernels.quant import Activations, fp8_qdq
 from moet.kernels.rope import norm_rope_heads, rope_cos_sin, rope_frequencies
 from moet.kernels.rows import Rows
 from tests.kernels.accelerated.conftest import INTERPRETED
@@ -137,6 +140,52 @@ def test_compress(name: str, ratio: int, rotate: bool, device: torch.device) -> 
     assert_close_but_for_steps(entries, other_entries, 2.0 if rotate else compress.tolerance)
 
 
+def decoded(x: Activations) -> Tensor:
+    """What a matrix product makes of codes and scales."""
+    assert x.codes is not None
+    assert x.scale is not None
+    rows, width = x.codes.shape
+    halves = x.codes.view(rows, width // 32, 2, 4, 4)  # the inverse of layout.to_mma_order
+    codes = halves.transpose(2, 3).reshape(rows, width).contiguous()
+    values = codes.view(torch.float8_e4m3fn).float().view(rows, width // 128, 128)
+    return (values * x.scale.unsqueeze(2)).flatten(1)
+
+
+@pytest.mark.parametrize("name", STEP_NAMES)
+@pytest.mark.parametrize("kind", ["window", "csa", "hca"])
+def test_attention_inputs(name: str, kind: str, device: torch.device) -> None:
+    rows = step(name, device)
+    n, rank = len(rows.positions), 256
+    ratio = {"window": 0, "csa": 4, "hca": 128}[kind]
+    qr_kv = randn(n, rank + DIM, device=device) * 3
+    weights = [randn(size, device=device, dtype=torch.float32) for size in (rank, DIM)]
+    window = ringed(Fp8Rows(NOPE, ROPE, 130), rows)
+    rotations = {"window": [], "csa": [False, True], "hca": [False]}[kind]
+    parts = [compression(rows, ratio, rotate=rotate, device=device) for rotate in rotations]
+    projected = torch.cat([tensors[0] for tensors, _, _ in parts], 1) if parts else None
+    sites, twins, column = [], [], 0
+    for (tensors, state, entries), rotate in zip(parts, rotations, strict=True):
+        columns = column, column + tensors[0].shape[1]
+        column = columns[1]
+        place = columns, ratio == 4, rotate
+        sites.append(CompressorSite(*tensors[1:], state, entries, *place))
+        twins.append(CompressorSite(*tensors[1:], twin(state), twin(entries), *place))
+    other = twin(window)
+    cos_sin, slots = angles(rows.positions), rows.ring_slots(130)
+    got = triton_attention_inputs.attention_inputs(
+        qr_kv, projected, *weights, *cos_sin, window, slots, tuple(sites), rows, eps=EPS
+    )
+    want = attention_inputs(
+        qr_kv, projected, *weights, *cos_sin, other, slots, tuple(twins), rows, eps=EPS
+    )
+    assert_close(got.plain(), want.plain(), attention_inputs.tolerance)
+    assert torch.equal(decoded(got), fp8_qdq(got.plain().float(), block=128))
+    assert_close_but_for_steps(window, other, write_kv.tolerance)
+    for a, b in zip(sites, twins, strict=True):
+        assert torch.equal(values(a.state), values(b.state))
+        assert_close_but_for_steps(a.entries, b.entries, 2.0 if a.rotate else compress.tolerance)
+
+
 def index_inputs(rows: Rows, device: torch.device) -> tuple[Tensor, Tensor, Cache]:
     n, heads = len(rows.positions), 8
     q = index_query(
@@ -217,6 +266,9 @@ def test_window_attention(
     got = triton_attention.window_attention(*args, **settings)
     want = window_attention(*args, **settings)
     assert_close(got, want, window_attention.tolerance)
+    coded = triton_attention.window_attention_q(*args, **settings, num_groups=2)
+    rounded = fp8_qdq(got.view(2 * n, heads * DIM // 2).float(), block=128)
+    assert torch.equal(decoded(coded), rounded)
     assert (got[rows.positions < 0] == 0).all()
 
 
