@@ -251,7 +251,7 @@ def engine_rows(bench: Bench, made: DummyModel, device: Device, *, beside: bool)
         queue = CudaQueue()
         loop = Loop(
             made,
-            Placement(queue, CudaGraphs(queue), device.error),
+            Placement(queue, CudaGraphs(queue), device.error, device.arch),
             max_num_seqs=2,
             max_num_batched_tokens=2048,
             prefill_share=0.4,
@@ -319,7 +319,7 @@ def main() -> None:
     bench.add("making the weights", perf_counter() - began_s, "s", note=note)
     queue = CudaQueue()
     capture = uncaptured if args.eager else CudaGraphs(queue)
-    placement = Placement(queue, capture, device.error)
+    placement = Placement(queue, capture, device.error, device.arch)
     rig = None
     with bench.part("state and prompts of 32 sequences"):
         longest = CONTEXT if args.quick else max(LONG)

@@ -99,6 +99,7 @@ class DeviceRig:
             queue=self.queue,
             capture=placement.capture,
             fault=placement.fault,
+            arch=placement.arch,
         )
         self.chunks = ChunkRunner(
             model,
@@ -110,6 +111,7 @@ class DeviceRig:
             max_short=num_rows,
             queue=self.queue,
             fault=placement.fault,
+            arch=placement.arch,
         )
 
     def fill(self) -> None:

@@ -56,10 +56,11 @@ class ChunkRunner:
         max_short: int,
         queue: Queue,
         fault: Tensor | None = None,
+        arch: str = "reference",
     ) -> None:
         self.model, self.experts, self.kv, self.state = model, experts, kv, state
         self.page_table, self.page_size, self.max_short = page_table, page_size, max_short
-        self.queue, self.fault = queue, fault
+        self.queue, self.fault, self.arch = queue, fault, arch
 
     def launch(self, chunks: Sequence[Chunk]) -> PendingChunks:
         """Queue one pass over chunks (at least one) of distinct sequences."""
@@ -105,7 +106,7 @@ class ChunkRunner:
         return token_ids, rows
 
     def _finish(self, sampled: Sequence[Chunk], logits: Tensor) -> StepTensors:
-        step = StepTensors(len(sampled), 1, self.queue.device)
+        step = StepTensors(len(sampled), 1, self.queue.device, arch=self.arch)
         if not sampled:
             if self.fault is not None:
                 step.out[0, :1] = self.fault.to(torch.int64)

@@ -40,11 +40,13 @@ class DeviceModel(Model, StepModel, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where steps run and how they are captured. fault: [1] int32 that kernels set, or None."""
+    """Where steps run and how they are captured. fault: [1] int32 that kernels set, or None. arch:
+    of the ops around the model."""
 
     queue: Queue
     capture: Capture
     fault: Tensor | None = None
+    arch: str = "reference"
 
 
 class DeviceRunner:
@@ -87,6 +89,7 @@ class DeviceRunner:
             max_short=max_rows_per_seq,
             queue=self.queue,
             fault=placement.fault,
+            arch=placement.arch,
         )
         self.graphs = GraphRunner(
             model,
@@ -100,6 +103,7 @@ class DeviceRunner:
             queue=self.queue,
             capture=placement.capture,
             fault=placement.fault,
+            arch=placement.arch,
         )
         if not self._drafts:  # or else every step is the eager runner's
             self.graphs.capture_all(progress)

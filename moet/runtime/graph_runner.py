@@ -116,10 +116,11 @@ class GraphRunner:
         queue: Queue,
         capture: Capture,
         fault: Tensor | None = None,
+        arch: str = "reference",
     ) -> None:
         self.model, self.experts, self.kv, self.state = model, experts, kv, state
         self.page_table, self.page_size, self.fault = page_table, page_size, fault
-        self.queue = queue
+        self.queue, self.arch = queue, arch
         self.buckets, self.rows_per_seq = tuple(buckets), tuple(rows_per_seq)
         self.reaches = reaches(page_table.shape[1])
         self._capture = capture
@@ -161,7 +162,7 @@ class GraphRunner:
         key = shape.num_seqs, shape.num_rows
         with torch.inference_mode():
             if key not in self._steps:
-                self._steps[key] = StepTensors(*key, self.queue.device)
+                self._steps[key] = StepTensors(*key, self.queue.device, arch=self.arch)
             self._clear(self._steps[key])
             step, num_tokens = self._steps[key], shape.num_seqs * shape.num_rows
             logits, masks = self._logits[:num_tokens], self._masks[:num_tokens]

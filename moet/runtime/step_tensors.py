@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moet.kernels.greedy import newest_tokens, take_greedy
 from moet.kernels.rows import Rows
 from moet.runtime.device_sampler import REPORT_WIDTH, Kind, choose, remember, report
 from moet.runtime.slot_tensors import SlotTensors
@@ -44,8 +45,12 @@ class StepTensors:
     many of them hold, and whether the first row's logits were no numbers. reports: [T, columns].
     """
 
-    def __init__(self, num_seqs: int, num_rows: int, device: torch.device) -> None:
+    def __init__(
+        self, num_seqs: int, num_rows: int, device: torch.device, *, arch: str = "reference"
+    ) -> None:
         self.num_seqs, self.num_rows = num_seqs, num_rows
+        self._newest = newest_tokens.bind(arch=arch)
+        self._take_greedy = take_greedy.bind(arch=arch)
         self.sent = torch.zeros(self.num_sent(num_seqs, num_rows), dtype=torch.int64, device=device)
         num_tokens = num_seqs * num_rows
         parts = self.sent[: 5 * num_tokens].view(5, num_tokens).unbind(0)
@@ -74,8 +79,7 @@ class StepTensors:
 
     def tokens(self, state: SlotTensors) -> Tensor:
         """[T] int64, those that only the device knows filled in."""
-        newest = state.last_token[self.seq_slots]
-        return torch.where(self.token_ids < 0, newest, self.token_ids)
+        return self._newest(self.token_ids, self.seq_slots, state.last_token)
 
     def finish(
         self,
@@ -90,6 +94,18 @@ class StepTensors:
         logits: [T, vocab_size] fp32. masks: [T, words] int32 for Kind.FULL. fault: [1] int32 of
         the model's kernels, taken and cleared.
         """
+        if kind == Kind.GREEDY:
+            self._take_greedy(
+                logits,
+                self.token_ids,
+                self.counts,
+                self.sampler_slots,
+                state.last_token,
+                fault,
+                self.out,
+                num_token_ids=state.num_token_ids,
+            )
+            return
         out, num_rows = self.out, self.num_rows
         if fault is not None:
             out[0, :1] = fault.to(torch.int64)

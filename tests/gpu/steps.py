@@ -82,6 +82,7 @@ class Steps:
             max_short=1 + NUM_DRAFTS,
             queue=self.queue,
             fault=self.device.error,
+            arch=self.device.arch,
         )
 
     def admit(self, params: Sequence[SamplingParams] | SamplingParams = GREEDY) -> None:
@@ -103,6 +104,7 @@ class Steps:
             queue=self.queue,
             capture=capture,
             fault=self.device.error,
+            arch=self.device.arch,
         )
 
     def prefill(self, slot: int, tokens: Sequence[int], sizes: Sequence[int]) -> int:
@@ -125,7 +127,7 @@ class Steps:
 
         num_pages: of the page table that the step is handed; None: all.
         """
-        step = StepTensors(*shape, self.device.torch_device)
+        step = StepTensors(*shape, self.device.torch_device, arch=self.device.arch)
         sent = torch.zeros(StepTensors.num_sent(*shape), dtype=torch.int64)
         fill(sent, rows, shape, self.num_seqs)
         with self.queue.working(), torch.inference_mode():

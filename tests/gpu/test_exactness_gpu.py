@@ -202,7 +202,7 @@ def engine(model: tuple[Any, Any, Device], *, graphs: bool, **scheduler: Any) ->
         precision="w2",
         vocab_size=built.vocab_size,
         seed=0,
-        placement=Placement(queue, capture, device.error),
+        placement=Placement(queue, capture, device.error, device.arch),
     )
 
 
