@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from bench.kernels.rig import DEVICE, Bench, dense_pair, random_pool
+from moet.errors import UnsupportedError
+from moet.kernels import decode_experts
 from moet.kernels.layout import ExpertRows, Mxfp4Rows, W2Rows
+from moet.kernels.nvfp4_rows import Nvfp4Rows
 from moet.kernels.stream_experts import (
     ExpertPool,
     SharedExpert,
@@ -136,8 +139,188 @@ def moe_layer(bench: Bench) -> None:
         bench.add(case, us, "us", "lower", floor_us, 1.35 * floor_us + 6, note)
 
 
+def fused_layer(bench: Bench, format: ExpertRows, top_k: int, tokens: tuple[int, ...]) -> None:
+    """The same layer in two launches, with each depth of the ring; and each launch alone."""
+    d, i, experts = format.hidden_size, format.moe_intermediate_size, 256
+    kernels, error = bench.kernels, bench.error
+    make = nvfp4_pool if isinstance(format, Nvfp4Rows) else random_pool
+    pools = [make(format, experts) for _ in range(2)]
+    slot_of, bias = torch.arange(experts, device=DEVICE), torch.zeros(experts, device=DEVICE)
+    shared = [
+        SharedExpert.fp8(dense_pair(i, d), dense_pair(i, d), dense_pair(d, i)).to(DEVICE)
+        for _ in range(8)
+    ]
+    routers = [
+        decode_experts.Router(
+            StreamLinear.bf16(torch.randn(experts, d).bfloat16()).to(DEVICE), top_k, 1.5, bias
+        )
+        for _ in range(8)
+    ]
+    space = Workspace.allocate(DEVICE, 1 << 20, 8192)
+    for t in tokens:
+        xs = [torch.randn(t, d, device=DEVICE).bfloat16() for _ in range(8)]
+
+        def choice(n: int, xs: list[Tensor] = xs) -> decode_experts.Choice:
+            return decode_experts.choose(
+                kernels, xs[n], routers[n], slot_of, error=error, workspace=space
+            )
+
+        made = [choice(n) for n in range(8)]
+
+        def mixed(
+            n: int,
+            how: decode_experts.Choice,
+            stages: int | None,
+            with_shared: bool,
+            xs: list[Tensor] = xs,
+        ) -> Tensor:
+            return decode_experts.mix(
+                kernels,
+                xs[n],
+                how,
+                pools[n % 2],
+                limit=10.0,
+                error=error,
+                shared=shared[n] if with_shared else None,
+                stages=stages,
+            )
+
+        def layer(n: int, stages: int | None = None, with_shared: bool = True) -> Tensor:
+            return mixed(n, choice(n), stages, with_shared)
+
+        def listed(n: int, with_shared: bool, made: list[decode_experts.Choice] = made) -> Tensor:
+            how = decode_experts.given(
+                kernels, made[n].expert_ids, made[n].weights, slot_of, d, error=error
+            )
+            return mixed(n, how, None, with_shared)
+
+        chosen = sum(int(c.num_chosen) for c in made) / 8
+        routed_bytes = chosen * format.row_bytes
+        all_bytes = routed_bytes + 3 * d * i + 2 * experts * d
+        floor_us = all_bytes / bench.read_bytes_per_us
+        name = f"fused {format.name} {d}, top {top_k}, T={t}"
+        for stages in (None, 4, 3, 2):
+            try:
+                us = bench.time_us([partial(layer, n, stages) for n in range(8)])
+            except UnsupportedError:
+                continue
+            case = f"{name}, ring {stages or 'default'}"
+            bench.add(case, us, "us", "lower", floor_us, 1.35 * floor_us + 6, f"{chosen} experts")
+        us = bench.time_us([partial(choice, n) for n in range(8)])
+        bench.add(f"{name}, choose alone", us, "us", "lower", None, 0.0)
+        us = bench.time_us([partial(listed, n, True) for n in range(8)])
+        bench.streamed(f"{name}, given + mix", "", us, routed_bytes + 3 * d * i, 0.0)
+        us = bench.time_us([partial(listed, n, False) for n in range(8)])
+        bench.streamed(f"{name}, given + mix without shared", "", us, routed_bytes, 0.0)
+
+
+def fused_is_right(bench: Bench, format: ExpertRows, t: int) -> None:
+    """Bits of the separate kernels, of three runs, and of rows alone. Raises AssertionError."""
+    kernels, error, experts, top_k = bench.kernels, bench.error, 32, 6
+    d, i = format.hidden_size, format.moe_intermediate_size
+    pool, slot_of = random_pool(format, experts), torch.arange(experts, device=DEVICE)
+    shared = SharedExpert.fp8(dense_pair(i, d), dense_pair(i, d), dense_pair(d, i)).to(DEVICE)
+    router = decode_experts.Router(
+        StreamLinear.bf16(torch.randn(experts, d).bfloat16()).to(DEVICE), top_k, 1.5
+    )
+    space = Workspace.allocate(DEVICE, 1 << 20, 8192)
+    x = torch.randn(t, d, device=DEVICE).bfloat16()
+
+    def run(rows: slice) -> Tensor:
+        part = x[rows].contiguous()
+        how = decode_experts.choose(kernels, part, router, slot_of, error=error, workspace=space)
+        return decode_experts.mix(
+            kernels, part, how, pool, limit=10.0, error=error, shared=shared, output="f32"
+        )
+
+    first = run(slice(0, t))
+    assert first.isfinite().all(), "not finite"
+    assert first.abs().sum() > 0, "nothing but zeros"
+    assert all(torch.equal(run(slice(0, t)), first) for _ in range(2)), "three runs differ"
+    for row in range(t):
+        alone = run(slice(row, row + 1))
+        assert torch.equal(alone[0], first[row]), f"row {row} depends on its batch"
+    logits = router.weight(kernels, x, None, error=error, workspace=space, output="f32")
+    ids, weights = route(kernels, logits, top_k=top_k, scaling_factor=1.5)
+    how = decode_experts.choose(kernels, x, router, slot_of, error=error, workspace=space)
+    assert torch.equal(how.expert_ids, ids), "other experts than the separate router"
+    assert torch.equal(how.weights, weights), "other weights than the separate router"
+    own = quantise(kernels, x)
+    extra = shared(kernels, *own, limit=10.0, error=error, workspace=space)
+    expected = pool.mixture(
+        kernels, x, ids, weights, slot_of, limit=10.0, error=error, shared=extra
+    )
+    assert torch.equal(first, expected), (
+        f"off by {(first - expected).abs().max()} of {expected.abs().max()}"
+    )
+    coded = decode_experts.mix(
+        kernels,
+        own[0],
+        how,
+        pool,
+        limit=10.0,
+        error=error,
+        x_scale=own[1],
+        shared=shared,
+        output="f32",
+    )
+    assert torch.equal(first, coded), "codes give other bits than bf16"
+    assert int(error) == 0, f"error word {int(error)}"
+    print(f"right: {format.name} {d}x{i} T={t}", flush=True)
+
+
+def nvfp4_pool(format: Nvfp4Rows, experts: int) -> ExpertPool:
+    """A random pool whose tensor scales are plausible, too."""
+    pool = random_pool(format, experts)
+    starts = sum(format.part_bytes[:3]) + sum(format.scale_bytes)
+    sub_rows = pool.rows.view(experts, format.num_sub_rows, -1)
+    scales = torch.tensor([2.0**-14, 2.0**-13, 1.5 * 2.0**-14], device=DEVICE)
+    sub_rows[:, :, starts : starts + 12] = scales.view(torch.uint8)
+    return pool
+
+
+def nvfp4_is_right(bench: Bench, format: Nvfp4Rows, t: int) -> None:
+    """Against float64, from the bytes. Raises AssertionError."""
+    kernels, error, experts, top_k = bench.kernels, bench.error, 6, 2
+    pool, slot_of = nvfp4_pool(format, experts), torch.arange(experts, device=DEVICE)
+    d = format.hidden_size
+    x = torch.randn(t, d, device=DEVICE).bfloat16()
+    ids = torch.stack([torch.randperm(experts)[:top_k] for _ in range(t)]).to(DEVICE)
+    weights = torch.rand(t, top_k, device=DEVICE)
+    how = decode_experts.given(kernels, ids, weights, slot_of, d, error=error)
+    found = decode_experts.mix(kernels, x, how, pool, limit=10.0, error=error, output="f32")
+
+    def rounded(x: Tensor) -> Tensor:
+        q, scale = quantise(kernels, x)
+        words = q.view(*q.shape[:-1], -1, 2, 4, 4).transpose(-3, -2).reshape(q.shape)
+        values = words.view(torch.float8_e4m3fn).double()
+        return values * scale.double().repeat_interleave(128, 1)[:, : x.shape[1]]
+
+    expected, xs = torch.zeros(t, d, dtype=torch.float64, device=DEVICE), rounded(x)
+    for token in range(t):
+        for expert, weight in zip(ids[token].tolist(), weights[token].tolist(), strict=True):
+            w1, w3, w2 = (w.double().to(DEVICE) for w in format.unpack(pool.rows[expert].cpu()))
+            gate = (w1 @ xs[token]).bfloat16().double().clamp(max=10.0)
+            up = (w3 @ xs[token]).bfloat16().double().clamp(-10.0, 10.0)
+            h = (torch.nn.functional.silu(gate) * up * weight).bfloat16()
+            expected[token] += w2 @ rounded(h[None])[0]
+    off = float((found.double() - expected).norm() / expected.norm())
+    assert off < 2**-7, f"relative error {off} against float64"
+    print(f"right: nvfp4 {d} T={t}, relative error {off:.1e}", flush=True)
+
+
 def measure(bench: Bench) -> None:
     """All rows of this part."""
+    for format in (W2Rows(4096, 2048), Mxfp4Rows(4096, 2048), W2Rows(6144, 2048)):
+        for t in (1, 3, 8):
+            bench.attempt(fused_is_right, format, t)
+    for shard in (1024, 512):
+        bench.attempt(fused_is_right, W2Rows(4096, shard), 3)
+    bench.attempt(nvfp4_is_right, Nvfp4Rows(4096, 512), 3)
+    bench.attempt(fused_layer, W2Rows(4096, 2048), 6, (1, 3, 8))
+    bench.attempt(fused_layer, Mxfp4Rows(4096, 2048), 6, (1, 3))
+    bench.attempt(fused_layer, W2Rows(6144, 2048), 8, (1, 3))
+    bench.attempt(fused_layer, Nvfp4Rows(6144, 2048), 8, (1,))
     wanted = {6: 0.65, 18: 0.76, 48: 0.84, 128: 0.88}
     bench.attempt(grouped, W2Rows(4096, 2048), 256, wanted)
     bench.attempt(grouped, W2Rows(6144, 2048), 128, {8: 0.60, 23: 0.70})

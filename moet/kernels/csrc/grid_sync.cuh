@@ -10,8 +10,9 @@
   }
 DEVICE void add_released(uint32_t* p, uint32_t v) { *p += v; }
 DEVICE uint32_t add_ordered(uint32_t* p, uint32_t v) { return atomic_add(p, v); }
-DEVICE void wait_until(const uint32_t* p, uint32_t value) {
+DEVICE bool wait_until(const uint32_t* p, uint32_t value) {
   while (*p != value) emulation::pause(emulation::SPIN);
+  return true;
 }
 DEVICE uint4 load_fresh(const uint4* p) { return *p; }
 DEVICE uint32_t load_fresh(const uint32_t* p) { return *p; }
@@ -29,11 +30,15 @@ DEVICE uint32_t add_ordered(uint32_t* p, uint32_t v) {
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(v) : "memory");
   return before;
 }
-DEVICE void wait_until(const uint32_t* p, uint32_t value) {
-  uint32_t found;
-  do {
+// Whether the counter came to the value before patience ended, after about half a second.
+DEVICE bool wait_until(const uint32_t* p, uint32_t value) {
+#pragma unroll 1
+  for (int polls = 0; polls < (1 << 20); polls++) {
+    uint32_t found;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(found) : "l"(p) : "memory");
-  } while (found != value);
+    if (found == value) return true;
+  }
+  return false;
 }
 DEVICE uint4 load_fresh(const uint4* p) { return __ldcg(p); }
 DEVICE uint32_t load_fresh(const uint32_t* p) { return __ldcg(p); }

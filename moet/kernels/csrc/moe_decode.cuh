@@ -15,6 +15,7 @@
 constexpr int MAX_TOKENS = 8;
 constexpr int NOT_CHOSEN = 0xFF;
 constexpr int SHARED_SOURCE = 2;
+constexpr uint32_t HIDDEN_MISSING = 4;  // beside ErrorBit: another CTA never brought its values
 
 // An expert that some token chose. The choice of token t (or NOT_CHOSEN) is byte t of `choices`.
 struct alignas(16) Chosen {
@@ -243,7 +244,7 @@ struct MoeDecode {
     if (t.down) {
       segments = s.down_segments, in_chunks = s.down_chunks, cps = chunks_of_stage(s.codec);
       k = p.intermediate, from = p.hidden;
-      if (lane == 0) wait_until(p.counters + t.entry, 2 * p.up_tiles);
+      if (lane == 0 && !wait_until(p.counters + t.entry, 2 * p.up_tiles)) atomic_or(p.error, HIDDEN_MISSING);
       sync_warp();
     }
     int in_blocks = (in_chunks + cps - 1) / cps * cps * 4, blocks = segments * in_blocks;
