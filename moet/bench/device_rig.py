@@ -114,6 +114,8 @@ class DeviceRig:
             arch=placement.arch,
         )
 
+        self.queue.settle()  # all of this was launched outside of the queue
+
     def fill(self) -> None:
         """Run a page of prompt for every sequence, and copy it over the rest of its context."""
         for slot, pages in enumerate(self._pages):

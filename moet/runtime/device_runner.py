@@ -105,6 +105,7 @@ class DeviceRunner:
             fault=placement.fault,
             arch=placement.arch,
         )
+        self.queue.settle()  # what is set up so far was launched elsewhere
         if not self._drafts:  # or else every step is the eager runner's
             self.graphs.capture_all(progress)
 

@@ -48,6 +48,10 @@ class Queue(Protocol):
         """Now, in the queue."""
         ...
 
+    def settle(self) -> None:
+        """Wait for all work of the device, also what was launched outside of this queue."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class _Instant:
@@ -74,6 +78,9 @@ class CpuQueue:
 
     def moment(self) -> Moment:
         return _Instant(perf_counter())
+
+    def settle(self) -> None:
+        pass
 
 
 class _Event:
@@ -104,6 +111,9 @@ class CudaQueue:
 
     def moment(self) -> Moment:
         return _Event(self.stream)
+
+    def settle(self) -> None:
+        torch.cuda.synchronize(self.device)
 
 
 def uncaptured(work: Work) -> Work:

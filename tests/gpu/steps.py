@@ -90,6 +90,7 @@ class Steps:
         for slot in range(self.num_seqs):
             one = params if isinstance(params, SamplingParams) else params[slot % len(params)]
             self.sampler.admit(slot, one, [1], [], [], seed=100 + slot)
+        self.queue.settle()
 
     def graphs(self, capture: Capture) -> GraphRunner:
         return GraphRunner(
@@ -141,11 +142,12 @@ class Steps:
 
     def kept(self) -> dict[str, Tensor]:
         """A copy of all state, taken when what is queued is done."""
-        self.queue.moment().wait()
-        return {name: tensor.clone() for name, tensor in self.kv.items()}
+        self.queue.settle()
+        kept = {name: tensor.clone() for name, tensor in self.kv.items()}
+        self.queue.settle()
+        return kept
 
     def restore(self, kept: dict[str, Tensor]) -> None:
         for name, tensor in kept.items():
             self.kv[name].copy_(tensor)
-        if self.device.torch_device.type == "cuda":
-            torch.cuda.synchronize()
+        self.queue.settle()

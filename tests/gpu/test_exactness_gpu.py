@@ -142,8 +142,7 @@ def runs(steps: Steps, capture: Any, kind: Kind, num_steps: int = 24) -> list[li
     tokens: list[list[int]] = [[] for _ in range(NUM_SEQS)]
     for slot in range(NUM_SEQS):
         steps.sampler.last_token[slot] = 7 + slot
-    if steps.queue.device.type == "cuda":
-        torch.cuda.synchronize()
+    steps.queue.settle()
     for step in range(num_steps):
         company = (1, 3, NUM_SEQS)[step % 3]
         rows = [StepRow(s, lengths[s] + len(tokens[s]), None, kind) for s in range(company)]
