@@ -1,4 +1,4 @@
-"""Flags of `moet bench serve|engine|step`, and what runs for each. Flags are spelled as vLLM's."""
+"""Flags of each `moet bench` kind, and what runs for it. Flags are spelled as vLLM's."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def add_flags(made: argparse.ArgumentParser, number: Callable[[str], int]) -> No
     kinds = made.add_subparsers(title="benches", required=True, metavar="BENCH", dest="bench")
     _serve(kinds.add_parser("serve", help="load on any OpenAI endpoint"), number)
     _engine(kinds.add_parser("engine", help="steps/s of the engine, without HTTP"), number)
+    _experts(kinds.add_parser("experts", help="replacement policies on a routing trace"))
     _step(kinds.add_parser("step", help="time of a step by op, against its bytes"), number)
 
 
@@ -91,6 +92,61 @@ def _step(made: argparse.ArgumentParser, number: Callable[[str], int]) -> None:
     made.add_argument("--rows", type=int, default=1, help="per sequence")
     made.add_argument("--packed-experts", action="store_true",
                       help="unpack an expert whenever it is used")  # fmt: skip
+
+
+def _experts(made: argparse.ArgumentParser) -> None:
+    made.add_argument("--trace", type=Path, default=None, metavar="FILE",
+                      help="written by --expert-trace (default: a synthetic one)")  # fmt: skip
+    made.add_argument("--pool", type=float, nargs="+", default=[0.152, 0.193, 0.5],
+                      metavar="SHARE", help="of all experts")  # fmt: skip
+    made.add_argument("--policy", nargs="+", default=None, metavar="NAME",
+                      help="default: all of them")  # fmt: skip
+    made.add_argument("--hot-rows", type=int, default=None, metavar="N",
+                      help="write the N rows asked for most as the hot set of --pack")  # fmt: skip
+    made.add_argument("--pack", type=Path, default=None, metavar="FOLDER")
+    drawn = made.add_argument_group("synthetic trace")
+    drawn.add_argument("--skew", type=float, nargs=2, default=[0.193, 0.987],
+                       metavar=("SHARE", "MASS"),
+                       help="so much of a layer's experts get so much of its choices")  # fmt: skip
+    drawn.add_argument("--steady", type=int, default=0, metavar="STEPS",
+                       help="steps before a tenth of the experts change places")  # fmt: skip
+    drawn.add_argument("--steps", type=int, default=400)
+    drawn.add_argument("--rows", type=int, default=1, help="per step")
+    drawn.add_argument("--layers", type=int, default=43)
+    drawn.add_argument("--experts", type=int, default=256, help="per layer")
+    drawn.add_argument("--top-k", type=int, default=6)
+    drawn.add_argument("--seed", type=int, default=0)
+    _output(made)
+
+
+def _run_experts(args: argparse.Namespace) -> int:
+    from moet.bench import experts
+    from moet.models.pack import Pack
+    from moet.runtime.experts.hot import write_hot
+    from moet.runtime.experts.policy import POLICIES
+    from moet.runtime.experts.traces import Skew
+
+    options = experts.ExpertBench(
+        trace=args.trace,
+        shares=args.pool,
+        policies=args.policy or tuple(POLICIES),
+        skew=Skew(*args.skew, steady_steps=args.steady),
+        num_layers=args.layers,
+        num_experts=args.experts,
+        top_k=args.top_k,
+        num_steps=_num_steps(args),
+        num_tokens=args.rows,
+        seed=args.seed,
+    )
+    if args.hot_rows is not None:
+        if args.pack is None:
+            raise ConfigError("--hot-rows needs --pack, the folder whose hot set it is to be")
+        write_hot(Pack.open(args.pack), experts.hot_rows(options, args.hot_rows))
+        return 0
+    rows = experts.compare(options)
+    experts.show(rows, Console())
+    _write(args, rows, experts.describe(options))
+    return 0
 
 
 def _run_serve(args: argparse.Namespace) -> int:
@@ -199,4 +255,5 @@ _RUN: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "serve": _run_serve,
     "engine": _run_engine,
     "step": _run_step,
+    "experts": _run_experts,
 }
