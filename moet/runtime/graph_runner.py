@@ -160,7 +160,7 @@ class GraphRunner:
     def capture(self, shape: Shape, kinds: Sequence[Kind] = tuple(Kind)) -> None:
         """Capture the graphs of one shape."""
         key = shape.num_seqs, shape.num_rows
-        with torch.inference_mode():
+        with self.queue.working(), torch.inference_mode():
             if key not in self._steps:
                 self._steps[key] = StepTensors(*key, self.queue.device, arch=self.arch)
             self._clear(self._steps[key])

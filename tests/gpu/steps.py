@@ -128,6 +128,7 @@ class Steps:
 
         num_pages: of the page table that the step is handed; None: all.
         """
+        self.queue.settle()
         step = StepTensors(*shape, self.device.torch_device, arch=self.device.arch)
         sent = torch.zeros(StepTensors.num_sent(*shape), dtype=torch.int64)
         fill(sent, rows, shape, self.num_seqs)
