@@ -28,20 +28,21 @@ SCORE_BYTES = 256 << 20  # most that the scores of one launch take; rows beyond 
 
 
 @triton.jit
-def prepare_query(
+def prepare_heads(
     q,
     cos_ptr,
     sin_ptr,
     out,
+    row,
+    first,
     stride,
     HEADS: tl.constexpr,
     EACH: tl.constexpr,
     DIM: tl.constexpr,
     ROPE: tl.constexpr,
 ):
-    """Rotation, Hadamard, MXFP4 and back: EACH heads of a row."""
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * EACH + tl.arange(0, EACH)
+    """Rotation, Hadamard, MXFP4 and back: EACH heads of a row from `first` on."""
+    head = first + tl.arange(0, EACH)
     i = tl.arange(0, DIM)
     at = head[:, None] * DIM + i[None, :]
     inside = (head < HEADS)[:, None]
@@ -56,6 +57,23 @@ def prepare_query(
     codes = e2m1_codes(blocks * power_of_two(254 - byte)[:, :, None])
     x = tl.reshape(e2m1_values(codes) * power_of_two(byte)[:, :, None], [EACH, DIM])
     tl.store(out + row * HEADS * DIM + at, x.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def prepare_query(
+    q,
+    cos_ptr,
+    sin_ptr,
+    out,
+    stride,
+    HEADS: tl.constexpr,
+    EACH: tl.constexpr,
+    DIM: tl.constexpr,
+    ROPE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * EACH
+    prepare_heads(q, cos_ptr, sin_ptr, out, row, first, stride, HEADS, EACH, DIM, ROPE)
 
 
 @triton.jit

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from moet.kernels.cache import Cache, Fp8Rows
 from moet.kernels.triton_common import load_rotation, rotate_pairs, store_fp8_row
+from moet.kernels.triton_indexer import prepare_heads
 
 HEADS_EACH = 8
+INDEX_HEADS_EACH = 16
 
 
 @triton.jit
@@ -33,23 +35,45 @@ def norm_rope(
     cos_ptr,
     sin_ptr,
     out,
+    index_out,
     stride,
     eps,
     HEADS: tl.constexpr,
     EACH: tl.constexpr,
     DIM: tl.constexpr,
     ROPE: tl.constexpr,
+    INDEX_HEADS: tl.constexpr,
+    INDEX_EACH: tl.constexpr,
+    INDEX_DIM: tl.constexpr,
 ):
+    """Row and part: EACH heads, or behind them INDEX_EACH heads of the index query."""
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * EACH + tl.arange(0, EACH)
-    at = head[:, None] * DIM + tl.arange(0, DIM)[None, :]
-    inside = (head < HEADS)[:, None]
-    x = tl.load(q + row * stride + at, mask=inside, other=0.0).to(tl.float32)
-    x = x * tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
-    x = x.to(out.dtype.element_ty).to(tl.float32)
-    cos, sin = load_rotation(cos_ptr, sin_ptr, row, DIM, ROPE)
-    x = rotate_pairs(x, cos, sin)
-    tl.store(out + row * HEADS * DIM + at, x.to(out.dtype.element_ty), mask=inside)
+    part = tl.program_id(1)
+    PARTS: tl.constexpr = (HEADS + EACH - 1) // EACH
+    if part < PARTS:
+        head = part * EACH + tl.arange(0, EACH)
+        at = head[:, None] * DIM + tl.arange(0, DIM)[None, :]
+        inside = (head < HEADS)[:, None]
+        x = tl.load(q + row * stride + at, mask=inside, other=0.0).to(tl.float32)
+        x = x * tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
+        x = x.to(out.dtype.element_ty).to(tl.float32)
+        cos, sin = load_rotation(cos_ptr, sin_ptr, row, DIM, ROPE)
+        x = rotate_pairs(x, cos, sin)
+        tl.store(out + row * HEADS * DIM + at, x.to(out.dtype.element_ty), mask=inside)
+    elif INDEX_HEADS > 0:
+        prepare_heads(
+            q + HEADS * DIM,
+            cos_ptr,
+            sin_ptr,
+            index_out,
+            row,
+            (part - PARTS) * INDEX_EACH,
+            stride,
+            INDEX_HEADS,
+            INDEX_EACH,
+            INDEX_DIM,
+            ROPE,
+        )
 
 
 @triton.jit
@@ -128,24 +152,46 @@ def rms_norm(x: Tensor, weight: Tensor | None, *, eps: float) -> Tensor:
 
 
 def norm_rope_heads(q: Tensor, cos: Tensor, sin: Tensor, *, num_heads: int, eps: float) -> Tensor:
+    head_dim = q.shape[1] // num_heads
+    return query_heads(q, cos, sin, num_heads=num_heads, head_dim=head_dim, index_heads=0, eps=eps)[
+        0
+    ]
+
+
+def query_heads(
+    q: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    num_heads: int,
+    head_dim: int,
+    index_heads: int,
+    eps: float,
+) -> tuple[Tensor, Tensor | None]:
     num_rows, width = q.shape
-    dim = width // num_heads
-    out = torch.empty((num_rows, num_heads, dim), dtype=q.dtype, device=q.device)
+    index_dim = (width - num_heads * head_dim) // max(1, index_heads)
+    out = torch.empty((num_rows, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    index = torch.empty((num_rows, index_heads, index_dim), dtype=q.dtype, device=q.device)
+    parts = triton.cdiv(num_heads, HEADS_EACH) + triton.cdiv(index_heads, INDEX_HEADS_EACH)
     if num_rows:
-        norm_rope[(num_rows, triton.cdiv(num_heads, HEADS_EACH))](
+        norm_rope[(num_rows, parts)](
             q,
             cos,
             sin,
             out,
+            index,
             q.stride(0),
             eps,
             HEADS=num_heads,
             EACH=HEADS_EACH,
-            DIM=dim,
+            DIM=head_dim,
             ROPE=2 * cos.shape[1],
+            INDEX_HEADS=index_heads,
+            INDEX_EACH=INDEX_HEADS_EACH,
+            INDEX_DIM=index_dim,
             num_warps=4,
         )
-    return out
+    return out, index if index_heads else None
 
 
 def fp8_form(cache: Cache) -> Fp8Rows:

@@ -86,7 +86,8 @@ class Released:
 
     def _writes(self) -> dict[str, Callable[[], object]]:
         qr_kv, weight = self.bf16(self.n, RANK + WIDTH), self.fp32(RANK)
-        q = self.bf16(self.n, HEADS * WIDTH + INDEX_HEADS * INDEX_DIM)[:, : HEADS * WIDTH]
+        queries = self.bf16(self.n, HEADS * WIDTH + INDEX_HEADS * INDEX_DIM)
+        q = queries[:, : HEADS * WIDTH]
         kv = qr_kv[:, RANK:]
         ring, scratch = self.kv(WINDOW + 2, self.num_seqs), self.kv(self.n, 1)
         slots = self.rows.ring_slots(WINDOW + 2)
@@ -95,6 +96,14 @@ class Released:
             "rms_norm": lambda: rows.rms_norm(qr_kv[:, :RANK], weight, eps=1e-6),
             "norm_rope_heads": lambda: rows.norm_rope_heads(
                 q, *self.cos_sin, num_heads=HEADS, eps=1e-6
+            ),
+            "query_heads": lambda: rows.query_heads(
+                queries,
+                *self.cos_sin,
+                num_heads=HEADS,
+                head_dim=WIDTH,
+                index_heads=INDEX_HEADS,
+                eps=1e-6,
             ),
             "write_kv": lambda: rows.write_kv(
                 kv, weight[:WIDTH], *self.cos_sin, ring, slots, eps=1e-6

@@ -23,6 +23,7 @@ from moet.kernels.hyper_connection import hc_enter, hc_head_norm, hc_pass, hc_po
 from moet.kernels.indexer import index_query, index_select
 from moet.kernels.norm import rms_norm
 from moet.kernels.quant import Activations, fp8_qdq
+from moet.kernels.query_heads import query_heads
 from moet.kernels.rope import norm_rope_heads, rope_cos_sin, rope_frequencies
 from moet.kernels.rows import Rows
 from tests.kernels.accelerated.conftest import INTERPRETED
@@ -208,6 +209,21 @@ def test_index_query(n: int, heads: int, device: torch.device) -> None:
     assert got.shape == want.shape
     if n:
         assert (got != want).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("index_heads", [0, 24])
+def test_query_heads(n: int, index_heads: int, device: torch.device) -> None:
+    q = randn(n, 4 * DIM + index_heads * 64, device=device)
+    cos_sin = angles(torch.arange(n, device=device) * 77)
+    settings = {"num_heads": 4, "head_dim": DIM, "index_heads": index_heads, "eps": EPS}
+    heads, index = triton_rows.query_heads(q, *cos_sin, **settings)
+    want, want_index = query_heads(q, *cos_sin, **settings, quantised=True)
+    assert_close(heads, want, norm_rope_heads.tolerance)
+    if index_heads and n:
+        assert (index != want_index).float().mean() < 0.01
+    elif not index_heads:
+        assert index is None
 
 
 @pytest.mark.parametrize(
