@@ -87,10 +87,6 @@ class TieredExpertStore:
                 self._fetch(found, counts)
             return ExpertTable(self.form, self.device.rows, slot_of)
 
-    def resident(self, layer_idx: int) -> ExpertTable | None:
-        """None: which experts are there changes from call to call."""
-        return None
-
     def preheat(self, rows: Sequence[int]) -> int:
         """Fill empty slots and places with rows, the first ones first; returns how many rows."""
         with self._lock:

@@ -100,10 +100,6 @@ class RecordedExperts:
         self._file.write(json.dumps([self._number[layer_idx], asked]) + "\n")
         return self._provider.resolve(layer_idx, expert_ids)
 
-    def resident(self, layer_idx: int) -> ExpertTable | None:
-        """None: a layer that is asked for as a whole leaves no trace."""
-        return None
-
     def close(self) -> None:
         """Finish the file."""
         self._file.close()

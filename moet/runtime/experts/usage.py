@@ -31,7 +31,7 @@ class CountedExperts:
                 counts = torch.zeros(shape, dtype=torch.int64, device=device)
             self._counts[layer_idx] = counts
         ids = expert_ids.flatten()
-        counts.index_add_(0, ids, torch.ones_like(ids, dtype=torch.int64))
+        counts.index_add_(0, ids.clamp(min=0), (ids >= 0).long())
         self._tables[layer_idx] = table
         return table
 
