@@ -11,7 +11,8 @@ from torch import Tensor
 from bench.kernels.rig import DEVICE, Bench, random_pool
 from moet.kernels import prefill_gemm
 from moet.kernels.layout import ExpertRows, Mxfp4Rows, W2Rows
-from moet.kernels.stream_experts import combine
+from moet.kernels.nvfp4_rows import Nvfp4Rows
+from moet.kernels.stream_experts import codec_of, combine
 from moet.kernels.stream_gemm import StreamLinear
 
 EXPERTS, TOP_K = 256, 6
@@ -28,7 +29,8 @@ def experts(bench: Bench, format: ExpertRows, tokens: int, target: float, cut: i
     kernels, error = bench.kernels, bench.error
     pool, ids = random_pool(format, EXPERTS), routed(tokens)
     slot_of = torch.arange(EXPERTS, device=DEVICE)
-    work = prefill_gemm.plan_rows(ids, slot_of, cut or prefill_gemm.tile_rows(kernels))
+    rows = cut or prefill_gemm.entry_rows(kernels, codec_of(format))
+    work = prefill_gemm.plan_rows(ids, slot_of, rows)
     x = torch.randn(tokens, d, device=DEVICE).bfloat16()
     weights = torch.rand(tokens, TOP_K, device=DEVICE)
     h = torch.randn(tokens * TOP_K, i, device=DEVICE).bfloat16()
@@ -60,7 +62,7 @@ def experts(bench: Bench, format: ExpertRows, tokens: int, target: float, cut: i
     layer_us = bench.time_us([whole] * 2)  # sorting, tiles and the sum included
     bench.computed(f"{name} layer", shape, layer_us, 3 * flops, target)
     around: dict[str, Callable[[], object]] = {
-        "plan": partial(prefill_gemm.plan_rows, ids, slot_of, prefill_gemm.tile_rows(kernels)),
+        "plan": partial(prefill_gemm.plan_rows, ids, slot_of, rows),
         "x tiles": partial(prefill_gemm.make_tiles, kernels, x, work=work, top_k=TOP_K),
         "h tiles": partial(prefill_gemm.make_tiles, kernels, h, work=work),
         "combine": partial(combine, kernels, parts, top_k=TOP_K),
@@ -94,6 +96,7 @@ def measure(bench: Bench) -> None:
         bench.attempt(experts, W2Rows(4096, 2048), 8192, 0.0, cut=cut)
     bench.attempt(experts, Mxfp4Rows(4096, 2048), 8192, 500.0)
     bench.attempt(experts, W2Rows(6144, 2048), 8192, 0.0)
+    bench.attempt(experts, Nvfp4Rows(6144, 2048), 8192, 0.0)
     bench.attempt(dense, "fp8", 8192, 4096, 8192, 600.0)
     bench.attempt(dense, "fp8", 8192, 32768, 1024, 0.0)
     bench.attempt(dense, "bf16", 8192, 4096, 4096, 0.0)

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from moet.errors import CubinError
-from moet.kernels import build
-from moet.kernels.tools import instructions, resources
+from moet.kernels import build, issue_slots
+from moet.kernels.tools import instructions, listing, resources
 
 REGISTERS_PER_SM = 65536
 # Kernel name part -> instruction that carries its matrix work, by architecture.
@@ -105,6 +105,29 @@ def matrix_census(cubin: Path) -> dict[str, tuple[int, int]]:
         if codec_of(kernel) and matrix:
             found[kernel] = (len(matrix), matrix[-1] - matrix[0] + 1)
     return found
+
+
+def slots(cubins: Path) -> list[dict[str, Any]]:
+    """Issue slots of sm_120a's GEMM kernels beside those of hand-written SASS; see issue_slots.py.
+
+    Raises CubinError for a kernel that is not there or has no loop that multiplies.
+    """
+    manifest = json.loads((cubins / "MANIFEST.json").read_text())["cubins"]
+    kernels: dict[str, tuple[dict[str, int], list[str]]] = {}
+    for key, facts in manifest.items():
+        if key.startswith("sm120a/"):
+            lines = listing(cubins / f"{key}.cubin")
+            kernels |= {name: (facts["kernels"][name], found) for name, found in lines.items()}
+    rows = []
+    for case in issue_slots.CASES:
+        if case.kernel not in kernels:
+            raise CubinError(f"sm120a has no kernel {case.kernel}; issue_slots.CASES names it")
+        facts, lines_of = kernels[case.kernel]
+        loop = issue_slots.hottest_loop(lines_of, case.kind)
+        if loop is None:
+            raise CubinError(f"{case.kernel} has no loop with {case.kind} instructions")
+        rows.append(issue_slots.row(case, loop, facts))
+    return rows
 
 
 def main() -> None:

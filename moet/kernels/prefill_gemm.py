@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from torch import Tensor
 from moet.errors import UnsupportedError
 from moet.kernels.stream_experts import ExpertPool, SharedExpert, Work, codec_of, combine
 from moet.kernels.stream_gemm import (
-    CHUNK_BYTES,
     CHUNKS_PER_STAGE,
     Launcher,
     Part,
@@ -34,10 +33,16 @@ DEPTHS: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
     "w2_bf16": ((4, 5), (2, 2)),
     "mxfp4_swiglu": ((3, 4), (2, 2)),
     "mxfp4_bf16": ((3, 4), (2, 2)),
+    "nvfp4_swiglu": ((3, 4), (2, 2)),
+    "nvfp4_bf16": ((3, 4), (2, 2)),
     "fp8_swiglu": ((3, 3), (2, 0)),
     "fp8_bf16": ((3, 3), (3, 0)),
+    "fp8_f32": ((3, 3), (3, 0)),
     "bf16_bf16": ((3, 3), (3, 0)),
+    "bf16_f32": ((3, 3), (3, 0)),
 }
+# Of a lane's weights in a chunk: bytes of codes.
+CODE_BYTES = {"w2": 16, "mxfp4": 32, "nvfp4": 32, "fp8": 64, "bf16": 64}
 
 
 class TileArgs(ctypes.Structure):
@@ -63,8 +68,13 @@ class Tiles:
 
 
 def tile_rows(launcher: Launcher) -> int:
-    """Token rows of a tile on this device: the `rows` of its work lists."""
+    """Token rows of a tile on this device: the most `rows` of its work lists."""
     return 128 if launcher.max_shared_bytes > LARGE_SHARED_BYTES else 64
+
+
+def entry_rows(launcher: Launcher, codec: str) -> int:
+    """Token rows of a work list's entry at most, for weights of a codec."""
+    return min(96, tile_rows(launcher)) if codec == "nvfp4" else tile_rows(launcher)
 
 
 def plan_rows(expert_ids: Tensor, slot_of: Tensor, rows: int) -> Work:
@@ -126,10 +136,14 @@ def _shared_bytes(codec: str, output: str, rows: int, waiting: int, most: int) -
     """Barriers, stages of tokens, places of weights, and waiting sums (for SwiGLU, and what the
     warpgroups exchange). Raises UnsupportedError if that is more than `most`."""
     stages, depth = DEPTHS[f"{codec}_{output}"][rows < 128]
-    words = {"fp8": 64, "bf16": 0}.get(codec, 2048 if rows == 128 else 1024)
+    place = 256 * CODE_BYTES[codec]
+    if codec == "fp8":
+        place += 64  # a scale a warp
+    elif codec != "bf16":
+        place += 256 * (4 if rows < 128 or codec == "nvfp4" else 8)  # scales and row bases
     sums = rows // 2 * 128 * 4  # of a warpgroup
     total = 128 + stages * rows * (128 if codec == "bf16" else 132)
-    total += depth * (8 * CHUNK_BYTES[codec] + words) + 2 * waiting * sums
+    total += depth * place + 2 * waiting * sums
     if output == "swiglu":
         total += sums + 2 * (rows // 2 * 144 + rows * 8)
     if total > most:
@@ -167,12 +181,18 @@ def _half_chunks(codec: str, chunks: int, segments: int, slices: int) -> int:
 
 
 def linear(
-    launcher: Launcher, weight: StreamLinear, tiles: Tiles, num_rows: int, *, error: Tensor
+    launcher: Launcher,
+    weight: StreamLinear,
+    tiles: Tiles,
+    num_rows: int,
+    *,
+    error: Tensor,
+    output: Literal["f32", "bf16"] = "bf16",
 ) -> Tensor:
-    """tiles: of [num_rows, K], fp8 for fp8 weights, else bf16. Returns [num_rows, N] bf16, bit for
-    bit what the streaming kernel returns."""
-    device = tiles.data.device
-    out = torch.empty(num_rows, weight.out_features, dtype=torch.bfloat16, device=device)
+    """tiles: of [num_rows, K], fp8 for fp8 weights, else bf16. Returns [num_rows, N] in the dtype
+    of `output`, bit for bit what the streaming kernel returns."""
+    dtype = torch.float32 if output == "f32" else torch.bfloat16
+    out = torch.empty(num_rows, weight.out_features, dtype=dtype, device=tiles.data.device)
     args = StreamArgs(x_divisor=1, num_slots=1, segments=1, num_rows=num_rows)
     args.weights, args.bases = weight.plane.data_ptr(), pointer(weight.scale)
     args.out, args.error, args.ld_out = out.data_ptr(), error.data_ptr(), out.stride(0)
@@ -182,7 +202,7 @@ def linear(
     args.tiles = args.tiles_per_segment = -(-args.padded_rows // 128)
     half = _half_chunks(weight.codec, weight.chunks, 1, args.slices)
     if num_rows:
-        _run(launcher, "bf16", weight.codec, args, tiles, half=half)
+        _run(launcher, output, weight.codec, args, tiles, half=half)
     return out
 
 
@@ -261,7 +281,7 @@ def mixture(
 ) -> Tensor:
     """`ExpertPool.mixture` for a prefill chunk: the same bits, weights read once per tile."""
     top_k = expert_ids.shape[1]
-    work = plan_rows(expert_ids, slot_of, tile_rows(launcher))
+    work = plan_rows(expert_ids, slot_of, entry_rows(launcher, codec_of(pool.format)))
     inner, outer = (None, weights) if weigh_output else (weights, None)
     tiles = make_tiles(launcher, x, work=work, top_k=top_k)
     h = gate_up(launcher, pool, tiles, work, pair_weight=inner, limit=limit, error=error)

@@ -47,8 +47,8 @@ def resources(cubin: Path) -> dict[str, dict[str, int]]:
     return found
 
 
-def instructions(cubin: Path) -> dict[str, list[str]]:
-    """Kernel -> its SASS instructions in order, without addresses and predicates."""
+def listing(cubin: Path) -> dict[str, list[str]]:
+    """Kernel -> its SASS in order: instructions without addresses, and labels as `.L_x_1:`."""
     text = _output(find_tool("nvdisasm"), "-c", str(cubin))
     found: dict[str, list[str]] = {}
     current: list[str] = []
@@ -56,7 +56,17 @@ def instructions(cubin: Path) -> dict[str, list[str]]:
         section = re.match(r"\.section\s+\.text\.(\w+)", line.strip())
         if section:
             current = found.setdefault(section.group(1), [])
-        op = re.match(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*);", line.strip())
+        elif re.match(r"\.L_x_\d+:$", line.strip()):
+            current.append(line.strip())
+        op = re.match(r"/\*[0-9a-f]+\*/\s+((?:@!?U?P\w+\s+)?[A-Z][^;]*);", line.strip())
         if op:
             current.append(op.group(1).strip())
     return found
+
+
+def instructions(cubin: Path) -> dict[str, list[str]]:
+    """Kernel -> its SASS instructions in order, without addresses, predicates and labels."""
+    return {
+        kernel: [re.sub(r"^@!?U?P\w+\s+", "", line) for line in lines if not line.endswith(":")]
+        for kernel, lines in listing(cubin).items()
+    }

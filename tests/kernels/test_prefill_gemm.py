@@ -9,8 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moet.kernels import prefill_gemm
+from moet.kernels.decode_experts import given as given_experts
+from moet.kernels.decode_experts import mix
 from moet.kernels.layout import ExpertRows, Mxfp4Rows, W2Rows
-from moet.kernels.stream_experts import SharedExpert, quantise
+from moet.kernels.nvfp4_rows import Nvfp4Rows
+from moet.kernels.stream_experts import ExpertPool, SharedExpert, Work, quantise
 from moet.kernels.stream_gemm import StreamLinear, Workspace
 from tests.kernels.emulation import Emulator
 from tests.kernels.test_stream_gemm import ERROR, pool, quantised, relative
@@ -37,6 +40,42 @@ def test_prefilled_rows_have_the_bits_of_decoded_rows(
     found = prefill_gemm.mixture(launcher, experts, *arguments, limit=10.0, error=error)
     assert torch.equal(found, decoded)
     assert int(error) == 0
+
+
+@pytest.mark.parametrize(("d", "i"), [(416, 96), (64, 2048)])
+def test_nvfp4_experts_have_the_bits_of_the_decode_step(launcher: Emulator, d: int, i: int) -> None:
+    format, rng = Nvfp4Rows(d, i), torch.Generator().manual_seed(d)
+
+    def matrix(n: int, k: int) -> tuple[Tensor, Tensor]:
+        codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, generator=rng)
+        return codes, torch.randint(60, 100, (n, k // 16), dtype=torch.uint8, generator=rng)
+
+    rows = [
+        format.pack_scaled(matrix(i, d), matrix(i, d), matrix(d, i), torch.rand(3, generator=rng))
+        for _ in range(2)
+    ]
+    experts = ExpertPool(format, torch.stack(rows), torch.empty(2, 0, dtype=torch.uint8))
+    ids, weights = routed(5, 2, 8)
+    x, slot_of, error = torch.randn(5, d, generator=rng).bfloat16(), torch.arange(2), ERROR.clone()
+    choice = given_experts(launcher, ids, weights, slot_of, d, error=error)
+    decoded = mix(launcher, x, choice, experts, limit=10.0, error=error, output="f32")
+    found = prefill_gemm.mixture(
+        launcher, experts, x, ids, weights, slot_of, limit=10.0, error=error
+    )
+    assert torch.equal(found, decoded)
+    assert found.isfinite().all()
+    assert int(error) == 0
+
+
+def test_an_entry_of_too_many_rows_is_reported(launcher: Emulator) -> None:
+    experts, _ = pool(W2Rows(128, 64), 2, 4)
+    rows = prefill_gemm.tile_rows(launcher)
+    entries = torch.tensor([[0, 0, 0, rows + 1]], dtype=torch.int32)
+    work = Work(entries, torch.ones(1, dtype=torch.int32), torch.arange(rows + 1).int())
+    x, error = torch.randn(rows + 1, 128).bfloat16(), ERROR.clone()
+    tiles = prefill_gemm.make_tiles(launcher, x, work=work)
+    prefill_gemm.gate_up(launcher, experts, tiles, work, pair_weight=None, limit=None, error=error)
+    assert int(error) == 2
 
 
 def test_tiles_of_many_rows_are_cut_and_ragged(launcher: Emulator) -> None:
@@ -94,6 +133,9 @@ def test_fp8_linear_has_the_bits_of_the_streaming_kernel(
     streamed = linear(launcher, x_q, x_scale, error=ERROR, workspace=space)
     tiles = prefill_gemm.make_tiles(launcher, x)
     assert torch.equal(prefill_gemm.linear(launcher, linear, tiles, 5, error=ERROR), streamed)
+    streamed = linear(launcher, x_q, x_scale, error=ERROR, workspace=space, output="f32")
+    found = prefill_gemm.linear(launcher, linear, tiles, 5, error=ERROR, output="f32")
+    assert torch.equal(found, streamed)
 
 
 def test_bf16_linear_has_the_bits_of_the_streaming_kernel(launcher: Emulator) -> None:
@@ -103,6 +145,9 @@ def test_bf16_linear_has_the_bits_of_the_streaming_kernel(launcher: Emulator) ->
     streamed = linear(launcher, x, None, error=ERROR, workspace=space)
     tiles = prefill_gemm.make_tiles(launcher, x, fp8=False)
     assert torch.equal(prefill_gemm.linear(launcher, linear, tiles, 3, error=ERROR), streamed)
+    streamed = linear(launcher, x, None, error=ERROR, workspace=space, output="f32")
+    found = prefill_gemm.linear(launcher, linear, tiles, 3, error=ERROR, output="f32")
+    assert torch.equal(found, streamed)
 
 
 def test_shared_expert_has_the_bits_of_the_streaming_kernel(launcher: Emulator) -> None:

@@ -8,6 +8,7 @@
 // result has the same bits whether it was prefilled or decoded, and whatever else was in its tile.
 // Partial sums that wait for their turn lie in shared memory, private to their thread.
 #pragma once
+#include "nvfp4.cuh"
 #include "stream_gemm.cuh"
 #include "tile.cuh"
 
@@ -17,14 +18,18 @@ constexpr int STAGED_COLUMNS = 72;    // of a staged token: 64, and room that ke
 template <int CODEC, int GROUPS, int EPILOGUE, int STAGES, int DEPTH>
 struct PrefillGemm {
   static constexpr int TOKENS = 8 * GROUPS;
-  static constexpr int WORDS = chunk_bytes(CODEC) / 512;
+  // Token groups of an entry at most: NVFP4 sums three times and has registers for fewer.
+  static constexpr int MOST = CODEC == NVFP4 && GROUPS > 12 ? 12 : GROUPS;
+  static constexpr int CODE_BYTES = CODEC == NVFP4 ? 1024 : chunk_bytes(CODEC);  // of a warp's chunk
+  static constexpr int WORDS = CODE_BYTES / 512;
   static constexpr bool SCALED = CODEC != BF16;
-  static constexpr bool PLANE = has_scale_plane(CODEC);
+  static constexpr bool POWERS = has_scale_plane(CODEC);      // weight scales ride in exponents
+  static constexpr bool PLANE = POWERS || CODEC == NVFP4;     // a word of scales a lane
   // A stage: the scales of a chunk's tokens, then the tokens. A place: a chunk's weights, of all lanes.
   static constexpr int TOKEN_SCALE_BYTES = SCALED ? TOKENS * 4 : 0;
   static constexpr int STAGE_BYTES = TOKEN_SCALE_BYTES + TOKENS * 128;
   static constexpr int CODE_PLACE_BYTES = THREADS * WORDS * 16;
-  static constexpr bool BASES = PLANE && MOET_SM == 90;
+  static constexpr bool BASES = POWERS && MOET_SM == 90;
   static constexpr int PLACE_BYTES = CODE_PLACE_BYTES + (BASES ? THREADS * 8 : PLANE ? THREADS * 4 : CODEC == FP8 ? 64 : 0);
   static constexpr int VALUES = 4 * GROUPS;  // accumulators of a thread
   // What a warpgroup stages: its results, and the rows (SWIGLU: and weights) of the tokens.
@@ -50,7 +55,7 @@ struct PrefillGemm {
   // The item at work, and what this thread knows of its token tid % 128.
   Entry now;
   int segment, in_segment_tile, token_row;
-  float token_weight;
+  float token_weight, tensor_scale;
 
   DEVICE PrefillGemm(const StreamArgs& args) : p(args) {
     tid = threadIdx.x;
@@ -91,9 +96,13 @@ struct PrefillGemm {
   }
   DEVICE static int groups_of(int count) {
     int groups = tile_groups((count + 7) / 8);
-    return groups > GROUPS ? GROUPS : groups;
+    return groups > MOST ? MOST : groups;
   }
   DEVICE int base_row() const { return (lane >> 2) + 8 * (lane & 1); }
+  // Bytes from a segment's scale words to those of its chunk number in_segment.
+  DEVICE static int word_offset(int in_segment) {
+    return CODEC == FP8 ? in_segment * 4 : (POWERS ? in_segment / 2 : in_segment) * 128;
+  }
   // SWIGLU: warpgroup 0 takes 64 gate rows, warpgroup 1 the same rows of up.
   DEVICE int row_tile(int in_segment) const {
     return EPILOGUE == SWIGLU ? in_segment * 4 + warp : in_segment * 8 + group * 4 + warp;
@@ -129,9 +138,9 @@ struct PrefillGemm {
     if (at * 16 >= p.padded_rows) at = 0;  // past the last row: computed, not stored
     const uint8_t* row = p.weights + t.slot * p.row_stride + out_segment * uint64_t(p.segment_stride);
     const uint8_t* base = p.bases + t.expert * p.base_stride + out_segment * p.base_segment_stride + part.bases;
-    codes = row + part.codes + uint64_t(at) * (p.chunks * chunk_bytes(CODEC)) + lane * 16;
+    codes = row + part.codes + uint64_t(at) * (p.chunks * CODE_BYTES) + lane * 16;
     if constexpr (PLANE) {
-      scales = row + part.scales + at * ((p.chunks + 1) / 2 * 128) + lane * 4;
+      scales = row + part.scales + at * word_offset(p.chunks + (POWERS ? 1 : 0)) + lane * 4;
       bases = base + at * 16 + base_row() / 4 * 4;
     } else if constexpr (CODEC == FP8) {
       scales = base + at / 8 * (p.chunks * 4);
@@ -148,19 +157,19 @@ struct PrefillGemm {
     if (next_item < items) {
 #pragma unroll
       for (int i = 0; i < WORDS; i++) copy16(codes_at(to) + i * (16 * THREADS), codes + i * 512, true);
-      if constexpr (PLANE) copy4(words_at(to), scales + next_in_segment / 2 * 128, true);
+      if constexpr (PLANE) copy4(words_at(to), scales + word_offset(next_in_segment), true);
       if constexpr (BASES) copy4(words_at(to) + 4 * THREADS, bases, true);
       if constexpr (CODEC == FP8)
-        if (lane == 0) copy4(words_at(to), scales + next_in_segment * 4, true);
+        if (lane == 0) copy4(words_at(to), scales + word_offset(next_in_segment), true);
       step();
     }
     commit_copies();
   }
   DEVICE void step() {
-    codes += chunk_bytes(CODEC);
+    codes += CODE_BYTES;
     if (++next_in_segment == p.chunks) {
       next_in_segment = 0;
-      codes += uint64_t(p.segment_stride) - uint64_t(p.chunks) * chunk_bytes(CODEC);
+      codes += uint64_t(p.segment_stride) - uint64_t(p.chunks) * CODE_BYTES;
       if constexpr (PLANE) scales += p.segment_stride, bases += p.base_segment_stride;
     }
     if (++next_chunk == total_chunks) {
@@ -182,7 +191,7 @@ struct PrefillGemm {
       from = codes_at(place), word_at = words_at(place), stride = 16 * THREADS;
     } else {
       if (next_item >= items) return;
-      if constexpr (SCALED) word_at += PLANE ? in_segment / 2 * 128 : in_segment * 4;
+      if constexpr (SCALED) word_at += word_offset(in_segment);
     }
 #pragma unroll
     for (int i = 0; i < WORDS; i++) {
@@ -193,14 +202,14 @@ struct PrefillGemm {
     if constexpr (PLANE) {
       uint32_t word = load_word(word_at);
       ahead.scale.lane = word;
-#if MOET_SM == 90
-      uint32_t base = load_word(DEPTH > 0 ? word_at + 4 * THREADS : bases);
-      ahead.base = base >> (8 * (base_row() & 3)) & 0xFF;
-      uint32_t exponents = saturating_subtract(word, ahead.base * 0x01010101u) << 2;
-      int quad = (lane & ~3) + 2 * (in_segment & 1);
-      ahead.scale.word0 = shuffle(exponents, quad);
-      ahead.scale.word1 = shuffle(exponents, quad + 1);
-#endif
+      if constexpr (BASES) {
+        uint32_t base = load_word(DEPTH > 0 ? word_at + 4 * THREADS : bases);
+        ahead.base = base >> (8 * (base_row() & 3)) & 0xFF;
+        uint32_t exponents = saturating_subtract(word, ahead.base * 0x01010101u) << 2;
+        int quad = (lane & ~3) + 2 * (in_segment & 1);
+        ahead.scale.word0 = shuffle(exponents, quad);
+        ahead.scale.word1 = shuffle(exponents, quad + 1);
+      }
     } else if constexpr (CODEC == FP8) {
       ahead.weight_scale = bits_float(load_word(word_at));
     }
@@ -240,54 +249,94 @@ struct PrefillGemm {
   }
 
   // Multiplies the next stage with the chunk that was read ahead, and reads the one after it meanwhile.
+  // Returns the chunk's row base.
   template <int NT>
   DEVICE uint32_t multiply_chunk(float* sum, int in_segment) {
-    uint32_t a[4][4];
-    RowScale scale = ahead.scale;
-#pragma unroll
-    for (int j = 0; j < 4; j++) decode_block<CODEC>(ahead.codes, j, scale, p.masks, a[j]);
-    uint32_t base = ahead.base;
-    float weight_scale = ahead.weight_scale, part[4 * NT];
+    Chunk chunk = ahead;
     int following = in_segment + 1 == p.chunks ? 0 : in_segment + 1;
-    if constexpr (DEPTH == 0) read_ahead(following);
-    barrier_wait(full(stage), parity);
-    BOperand b = b_operand(ring(stage) + TOKEN_SCALE_BYTES, 1024);
-    mma_begin();
+    float part[4 * NT];
+    if constexpr (CODEC == NVFP4) {
+      next_chunk_of_weights(following);
+      barrier_wait(full(stage), parity);
+      multiply_blocks<NT>(part, chunk);
+    } else {
+      uint32_t a[4][4];
+#pragma unroll
+      for (int j = 0; j < 4; j++) decode_block<CODEC>(chunk.codes, j, chunk.scale, p.masks, a[j]);
+      if constexpr (DEPTH == 0) next_chunk_of_weights(following);
+      barrier_wait(full(stage), parity);
+      BOperand b = b_operand(ring(stage) + TOKEN_SCALE_BYTES, 1024);
+      mma_begin();
 #if MOET_SM == 120
-    if (in_segment & 1)
-      wide_chunk<CODEC, NT, 1>(part, a, b, scale);
-    else
+      if (in_segment & 1)
+        wide_chunk<CODEC, NT, 1>(part, a, b, chunk.scale);
+      else
 #endif
-      wide_chunk<CODEC, NT, 0>(part, a, b, scale);
-    mma_commit();
+        wide_chunk<CODEC, NT, 0>(part, a, b, chunk.scale);
+      mma_commit();
+      // Codes that are operands as they stand may not be overwritten while they are read.
+      if constexpr (DEPTH > 0 && PLANE) next_chunk_of_weights(following);
+      mma_wait<0>();
+      results_are_here<4 * NT>(part);
+      if constexpr (DEPTH > 0 && !PLANE) next_chunk_of_weights(following);
+    }
+    fold<NT>(sum, part, chunk.weight_scale);
+    leave_stage();
+    return chunk.base;
+  }
+  DEVICE void next_chunk_of_weights(int in_segment) {
     if constexpr (DEPTH > 0) {
       fetch(place);
       if (++place == DEPTH) place = 0;
     }
-    // Codes that are operands as they stand may not be overwritten while they are read.
-    if constexpr (DEPTH > 0 && PLANE) read_ahead(following);
-    mma_wait<0>();
-    results_are_here<4 * NT>(part);
-    if constexpr (DEPTH > 0 && !PLANE) read_ahead(following);
-    fold<NT>(sum, part, weight_scale);
-    leave_stage();
-    return base;
+    read_ahead(in_segment);
+  }
+
+  // NVFP4, in the order of nvfp4.cuh: a matrix instruction a block of 16 columns, whose results are
+  // added to the chunk's times the block's scale.
+  template <int NT>
+  DEVICE void multiply_blocks(float* sum, const Chunk& chunk) const {
+    BOperand b = b_operand(ring(stage) + TOKEN_SCALE_BYTES, 1024);
+    uint32_t low_block = lane & 2 ? 0u : ~0u;  // lanes with columns 0..15 of every 32
+    uint32_t e = 14 * 0x04040404u, low = e2m1_low(e), high = e2m1_high(e);
+#pragma unroll
+    for (int i = 0; i < 4 * NT; i++) sum[i] = 0.0f;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      uint32_t all[4];
+      decode_e2m1(chunk.codes[2 * j], low, high, low, high, all);
+      decode_e2m1(chunk.codes[2 * j + 1], low, high, low, high, all + 2);
+      uint32_t row0 = shuffle(chunk.scale.lane, (lane & ~3) + j / 2 * 2);
+      uint32_t row1 = shuffle(chunk.scale.lane, (lane & ~3) + j / 2 * 2 + 1);
+#pragma unroll
+      for (int block = 0; block < 2; block++) {
+        uint32_t a[4], mask = block ? ~low_block : low_block;
+#pragma unroll
+        for (int i = 0; i < 4; i++) a[i] = all[i] & mask;
+        float part[4 * NT], s0 = e4m3_scale(row0, j % 2 * 2 + block), s1 = e4m3_scale(row1, j % 2 * 2 + block);
+        mma_begin();
+        wide_block<NT>(part, a, b_advance(b, 256 * j));
+        mma_commit();
+        mma_wait<0>();
+        results_are_here<4 * NT>(part);
+#pragma unroll
+        for (int i = 0; i < 4 * NT; i++) sum[i] = fma_rn(part[i], i % 4 < 2 ? s0 : s1, sum[i]);
+      }
+    }
   }
 
   // Sum times the rows' factor, plus what waits at `with`, if it does.
   template <int NT>
   DEVICE void close(float* sum, uint32_t base, const float* with) const {
-    float f0 = row_factor<CODEC>(base), f1 = f0;
-#if MOET_SM == 90
-    if constexpr (PLANE) {
+    float f0 = CODEC == NVFP4 ? tensor_scale : row_factor<CODEC>(base), f1 = f0;
+    if constexpr (BASES) {
       f0 = row_factor<CODEC>(shuffle(base, lane & ~3));
       f1 = row_factor<CODEC>(shuffle(base, (lane & ~3) + 1));
     }
-#endif
 #pragma unroll
     for (int i = 0; i < 4 * NT; i++) {
-      float v = sum[i] * (i % 4 < 2 ? f0 : f1);
-      sum[i] = with ? with[i * 128] + v : v;
+      float f = i % 4 < 2 ? f0 : f1;
+      sum[i] = with ? fma_rn(sum[i], f, with[i * 128]) : sum[i] * f;
     }
   }
   template <int NT>
@@ -369,6 +418,11 @@ struct PrefillGemm {
       int token = tid & 127, at = now.first + (token < now.count ? token : 0);
       token_row = p.pairs ? p.pairs[at] : at;
       token_weight = 1.0f;
+      if constexpr (CODEC == NVFP4) {
+        uint64_t slot = now.slot >= 0 && now.slot < p.num_slots ? now.slot : 0;
+        uint32_t offset = p.parts[EPILOGUE == SWIGLU ? group : 0].bases;
+        tensor_scale = *reinterpret_cast<const float*>(p.weights + slot * p.row_stride + offset);
+      }
       float sum[VALUES];
       choose_shape(groups_of(now.count), sum);
       finish(sum);
@@ -388,20 +442,22 @@ struct PrefillGemm {
   }
   template <int NT>
   DEVICE void try_shape(float* sum) {
-    if constexpr (NT <= GROUPS && tile_groups(NT) == NT) multiply_item<NT>(sum);
+    if constexpr (NT <= MOST && tile_groups(NT) == NT) multiply_item<NT>(sum);
   }
 
   DEVICE void finish(float* sum) {
     bool slot_valid = now.slot >= 0 && now.slot < p.num_slots;
-    if (!slot_valid || now.count > TOKENS) {
+    if (!slot_valid || now.count > 8 * MOST) {
       if (tid == 0) atomic_or(p.error, slot_valid ? INVALID_COUNT : INVALID_SLOT);
       trap_in_debug();
-      if (now.count > TOKENS) now.count = TOKENS;
+      if (now.count > 8 * MOST) now.count = 8 * MOST;
 #pragma unroll
       for (int i = 0; i < VALUES; i++) sum[i] = bits_float(0x7FC00000u);
     }
     if constexpr (EPILOGUE == SWIGLU)
       finish_swiglu(sum);
+    else if constexpr (EPILOGUE == STORE_F32)
+      finish_floats(sum);
     else
       finish_store(sum);
   }
@@ -464,6 +520,21 @@ struct PrefillGemm {
     int first = in_segment_tile * 128 + group * 64;
     write_out(first, p.columns - first, [](int place) { return place; });
     sync_warpgroup(group);  // the next item's sums wait here
+  }
+
+  // As they are; eight lanes write what the memory takes at once.
+  DEVICE void finish_floats(const float* sum) {
+    sync_warpgroup(group);
+    share_rows();
+    sync_warpgroup(group);
+    int first = row_tile(in_segment_tile) * 16 + (lane >> 2);
+#pragma unroll
+    for (int i = 0; i < VALUES; i++) {
+      int token = i / 4 * 8 + 2 * (lane & 3) + (i & 1), column = first + 8 * (i >> 1 & 1);
+      if (token < now.count && column < p.columns)
+        static_cast<float*>(p.out)[uint64_t(token_rows()[token]) * p.ld_out + column] = sum[i];
+    }
+    sync_warpgroup(group);
   }
 
   // Sixteen columns of eight tokens, from place `first` of the staged tokens on.
