@@ -168,7 +168,9 @@ def op_rows(bench: Bench, rig: DeviceRig, recorder: OpRecorder, shape: Shape) ->
     with bench.part(f"ops of a step, {case}"):
         rate = read_rate(queue, CudaGraphs(queue))
         bench.more["read_bytes_per_s"] = rate
-        record(rig, recorder, shape)
+        work = rig.step_work(shape)
+        work()
+        recorder.record(work)
         total_ms = moved = 0.0
         for cost in time_ops(recorder, queue, CudaGraphs(queue)):
             floor_ms = round(1e3 * cost.num_bytes / rate, 4)
@@ -178,23 +180,6 @@ def op_rows(bench: Bench, rig: DeviceRig, recorder: OpRecorder, shape: Shape) ->
         floor_ms = round(1e3 * moved / rate, 4)
         bench.add(f"all ops of a step, {case}", total_ms, "ms/step", floor=floor_ms)
     recorder.calls.clear()
-
-
-def record(rig: DeviceRig, recorder: OpRecorder, shape: Shape) -> None:
-    """Keep the calls of one step, launched piece by piece."""
-    graphs = rig.graphs
-    key = graphs.shape_for(shape.num_seqs, shape.num_rows, shape.context + shape.num_rows)
-    step = graphs.step_of(key)
-    with rig.queue.working(), torch.inference_mode():
-        rows = step.rows(graphs.page_table[:, : key.num_pages], graphs.page_size)
-        tokens = step.tokens(graphs.state)
-
-        def work() -> None:
-            rig.model.compute(tokens, rows, None, graphs.kv, graphs.experts)
-
-        work()
-        recorder.record(work)
-        torch.cuda.synchronize()
 
 
 class Loop:

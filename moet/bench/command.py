@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from moet.config import CacheConfig, EngineConfig, ModelSettings, SchedulerConfig
+from moet.config import CacheConfig, EngineConfig, ModelSettings, SchedulerConfig, TargetConfig
 from moet.errors import ConfigError
 
 
@@ -91,7 +91,12 @@ def _step(made: argparse.ArgumentParser, number: Callable[[str], int]) -> None:
     made.add_argument("--batch", type=int, default=1, help="sequences at once")
     made.add_argument("--rows", type=int, default=1, help="per sequence")
     made.add_argument("--packed-experts", action="store_true",
-                      help="unpack an expert whenever it is used")  # fmt: skip
+                      help="unpack an expert whenever it is used; on the CPU")  # fmt: skip
+    made.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    made.add_argument("--weights", choices=["checkpoint", "dummy"], default="checkpoint",
+                      help="dummy: random ones of full size, on a GPU; MODEL may be a "
+                      "preset such as deepseek-v4-flash")  # fmt: skip
+    made.add_argument("--enforce-eager", action="store_true", help="capture no graphs")
 
 
 def _experts(made: argparse.ArgumentParser) -> None:
@@ -203,9 +208,24 @@ def _run_engine(args: argparse.Namespace) -> int:
 
 
 def _run_step(args: argparse.Namespace) -> int:
-    from moet.bench import step
+    from moet.bench import on_device, step
     from moet.bench.rig import Shape
 
+    config = EngineConfig(
+        model=args.model,
+        settings=_settings(args),
+        cache=CacheConfig(kv_dtype=args.kv_cache_dtype),
+        target=TargetConfig(
+            device=args.device, weights=args.weights, enforce_eager=args.enforce_eager
+        ),
+    )
+    config, gpu = on_device.device_for(config)
+    if gpu is not None:
+        shape = Shape(num_seqs=args.batch, num_rows=args.rows, context=args.context)
+        rows = on_device.measure(config, gpu, shape, num_steps=_num_steps(args))
+        on_device.show(rows, Console())
+        _write(args, rows, hardware=on_device.hardware())
+        return 0
     times = step.time_step(
         args.model,
         _settings(args),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -179,6 +179,21 @@ class DeviceRig:
             for slot in range(shape.num_seqs)
         ]
         self.graphs.launch(rows).result()
+
+    def step_work(self, shape: Shape) -> Callable[[], None]:
+        """The model's part of a step of a shape that was timed, launched piece by piece."""
+        graphs = self.graphs
+        key = graphs.shape_for(shape.num_seqs, shape.num_rows, shape.context + SPARE_TOKENS)
+        step = graphs.step_of(key)
+
+        def work() -> None:
+            with self.queue.working(), torch.inference_mode():
+                rows = step.rows(graphs.page_table[:, : key.num_pages], self.page_size)
+                tokens = step.tokens(graphs.state)
+                self.model.compute(tokens, rows, None, graphs.kv, graphs.experts)
+                self.queue.moment().wait()
+
+        return work
 
     def _tokens(self, num: int) -> list[int]:
         return [self._draw.randrange(self.model.vocab_size) for _ in range(num)]

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moet.bench import on_device
 from moet.bench.device_rig import DeviceRig, check
 from moet.bench.device_step import OpRecorder, num_bytes, read_rate, time_ops
 from moet.bench.rig import Shape
+from moet.config import EngineConfig, TargetConfig
+from moet.errors import ConfigError
 from moet.kernels.registry import watching
 from moet.runtime.chunk_runner import Chunk
 from moet.runtime.device_runner import Placement
@@ -83,15 +86,34 @@ def test_ops_of_a_step_are_timed_with_their_bytes(
     queue = CpuQueue()
     costs = {cost.name: cost for cost in time_ops(recorder, queue, uncaptured)}
     layers = DEPLOYED.num_hidden_layers
-    assert costs["write_kv"].num_calls == layers
+    assert costs["hc_pass"].num_calls == 2 * layers - 1
     experts = next(cost for name, cost in costs.items() if name in ("moe", "expert_mixture"))
     assert experts.num_calls == layers
     table = loaded.experts.resolve(0, torch.zeros(1, 1, dtype=torch.int64))
     assert experts.num_bytes > layers * DEPLOYED.num_experts_per_tok * table.format.row_bytes
     assert all(cost.time_ms > 0 for cost in costs.values())
-    one = recorder.calls["write_kv"][0]
+    one = recorder.calls["hc_pass"][0]
     assert num_bytes(one) > 0
     assert read_rate(queue, uncaptured, 1 << 20) > 0
+
+
+def test_a_step_is_told_with_its_ops(rig: DeviceRig, recorder: OpRecorder) -> None:
+    shape = Shape(num_seqs=2, num_rows=1, context=40)
+    rows = on_device.time_rig(rig, recorder, shape, num_steps=2)
+    assert [row.case for row in rows[:3]] == ["step", "gap between steps", "kernels of a step"]
+    ops = {row.case: row.value for row in rows[3:]}
+    assert {"hc_pass", "hc_enter"} <= ops.keys()
+    assert rows[0].floor == pytest.approx(sum(row.floor or 0 for row in rows[3:]), abs=0.1)
+    assert list(ops.values()) == sorted(ops.values(), reverse=True)
+
+
+def test_a_gpu_that_is_not_there_is_refused() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    for target in (TargetConfig(device="cuda"), TargetConfig(weights="dummy")):
+        config = EngineConfig(model="deepseek-v4-flash", target=target)
+        with pytest.raises(ConfigError, match="GPU"):
+            on_device.device_for(config)
 
 
 def test_a_step_that_failed_gives_no_time() -> None:

@@ -1,0 +1,124 @@
+"""`moet bench step` on a GPU: the captured step as the engine replays it, then op by op."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from moet.bench.device_rig import DeviceRig, StepTimes
+from moet.bench.device_step import OpCost, OpRecorder, profile_kernels, read_rate, time_ops
+from moet.bench.results import Row
+from moet.bench.rig import Shape, pack_of
+from moet.config import EngineConfig
+from moet.errors import ConfigError
+from moet.kernels.device_gemm import Device
+from moet.kernels.registry import watching
+from moet.models.config_json import read_config
+from moet.runtime.device_runner import DeviceModel
+from moet.runtime.device_start import load_dummy, load_pack, place, settle_device
+from moet.runtime.dummy import dummy_folder
+from moet.runtime.text_side import model_folder
+
+
+def device_for(config: EngineConfig) -> tuple[EngineConfig, Device | None]:
+    """The config with the ops of the device that a model would run on, and the GPU if it is one.
+
+    Raises ConfigError if a GPU was asked for and there is none.
+    """
+    dummy = config.target.weights == "dummy"
+    folder = dummy_folder(config.model) if dummy else model_folder(config.model)
+    known = folder / "config.json"
+    config, gpu = settle_device(config, read_config(known) if known.is_file() else None)
+    if dummy and gpu is None:
+        raise ConfigError("--weights dummy makes a model of full size on a GPU; there is none here")
+    return config, gpu
+
+
+def measure(config: EngineConfig, gpu: Device, shape: Shape, *, num_steps: int) -> list[Row]:
+    """Load a model, time its captured step, and every op of it."""
+    recorder = OpRecorder()
+    more_rows = replace(config.scheduler, num_spec_tokens=shape.num_rows - 1)
+    config = replace(config, scheduler=more_rows)  # so that rings have room for them
+    with watching(recorder.watch):
+        if config.target.weights == "dummy":
+            raw = read_config(dummy_folder(config.model) / "config.json")
+            model, experts = load_dummy(config, raw, gpu, lambda stage, done: None)
+        else:
+            pack = pack_of(config.model)
+            model, experts = load_pack(config, pack, gpu, lambda stage, done: None)
+    rig = DeviceRig(
+        cast(DeviceModel, model),
+        experts,
+        place(config, gpu),
+        num_seqs=shape.num_seqs,
+        num_rows=shape.num_rows,
+        longest=shape.context,
+        others=shape.context,
+    )
+    return time_rig(rig, recorder, shape, num_steps=num_steps)
+
+
+def time_rig(rig: DeviceRig, recorder: OpRecorder, shape: Shape, *, num_steps: int) -> list[Row]:
+    """The whole step first, then its ops, the slowest first.
+
+    The model must have been bound while the recorder watched.
+    """
+    rig.fill()
+    times = rig.time_steps(shape, num_steps)
+    work = rig.step_work(shape)
+    work()
+    recorder.record(work)
+    queue, capture = rig.queue, rig.placement.capture
+    costs = time_ops(recorder, queue, capture)
+    rate = read_rate(queue, capture, (2 << 30) if queue.device.type == "cuda" else (1 << 24))
+    recorder.calls.clear()
+    num_kernels = 0.0
+    if queue.device.type == "cuda":
+        kernels = profile_kernels(lambda: rig.replay(shape))
+        num_kernels = sum(kernel.num_launches for kernel in kernels)
+    return [*_whole(shape, times, costs, rate, num_kernels), *(_op(cost, rate) for cost in costs)]
+
+
+def _whole(
+    shape: Shape, times: StepTimes, costs: Sequence[OpCost], rate: float, num_kernels: float
+) -> list[Row]:
+    floor_ms = round(1e3 * sum(cost.num_bytes for cost in costs) / rate, 4)
+    note = (
+        f"{shape.num_seqs} sequences, {shape.num_rows} rows each, context {shape.context}; "
+        f"memory reads at {rate / 1e9:.0f} GB/s; launching takes the host {times.host_us:.0f} us"
+    )
+    return [
+        _row("step", times.step_ms, "ms/step", floor_ms, note),
+        _row("gap between steps", times.gap_us, "us", 0.0, ""),
+        _row("kernels of a step", num_kernels, "launches", None, ""),
+    ]
+
+
+def _op(cost: OpCost, rate: float) -> Row:
+    note = f"{cost.num_calls} calls, {cost.num_bytes / 1e6:.2f} MB"
+    return _row(cost.name, cost.time_ms, "ms/step", 1e3 * cost.num_bytes / rate, note)
+
+
+def _row(case: str, value: float, unit: str, floor: float | None, note: str) -> Row:
+    floor = None if floor is None else round(floor, 4)
+    return Row(case=case, value=round(value, 4), unit=unit, better="lower", floor=floor, note=note)
+
+
+def show(rows: Sequence[Row], console: Console) -> None:
+    """Print the table that says where the time goes."""
+    table = Table("what", "value", "unit", "floor", "x floor", "note")
+    for row in rows:
+        over = f"{row.value / row.floor:,.1f}" if row.floor else ""
+        floor = "" if row.floor is None else f"{row.floor:.3f}"
+        table.add_row(row.case, f"{row.value:,.3f}", row.unit, floor, over, row.note)
+    console.print(table)
+
+
+def hardware() -> str:
+    """The GPU's name and torch's version."""
+    return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
