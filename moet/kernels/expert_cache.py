@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from moet.errors import CapacityError
+from moet.kernels.moe import ExpertTable
 from moet.kernels.stream_gemm import Launcher, pointer
 
 MAX_USES = 3  # of the use count; more would only keep yesterday's rows
@@ -282,3 +283,72 @@ def fetch_on_device(
         shared_bytes=4 * 2 * MAX_EXPERTS,
         args=args,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCache:
+    """A pool of slots on a GPU that fetches rows itself, with what its two kernels need.
+
+    side: a stream on which rows are copied while the current one goes on; None: they come in turn.
+    """
+
+    launcher: Launcher
+    pool: Tensor
+    tables: CacheTables
+    host: HostRows
+    wanted: FetchList
+    error: Tensor
+    side: torch.cuda.Stream | None = None
+    num_ctas: int = FETCH_CTAS
+
+    def prepare(self, expert_ids: Tensor, first_row: int, num_experts: int) -> None:
+        """Find slots and start to fetch; the rows are there behind `join`."""
+        resolve_on_device(
+            self.launcher,
+            self.tables,
+            expert_ids,
+            self.wanted,
+            first_row=first_row,
+            num_experts=num_experts,
+            error=self.error,
+            requests=self.host.requests,
+        )
+        if self.side is None:
+            self._fetch()
+            return
+        self.side.wait_stream(torch.cuda.current_stream(self.pool.device))
+        with torch.cuda.stream(self.side):
+            self._fetch()
+
+    def join(self) -> None:
+        """Let the current stream wait for the rows."""
+        if self.side is not None:
+            torch.cuda.current_stream(self.pool.device).wait_stream(self.side)
+
+    def _fetch(self) -> None:
+        fetch_on_device(
+            self.launcher,
+            self.pool,
+            self.host,
+            self.wanted,
+            error=self.error,
+            num_ctas=self.num_ctas,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CachedTable(ExpertTable):
+    """A layer's table whose experts are fetched when they are asked for."""
+
+    cache: DeviceCache | None = None
+    first_row: int = 0
+
+    def prepare(self, expert_ids: Tensor) -> None:
+        """As ExpertTable.prepare."""
+        assert self.cache is not None
+        self.cache.prepare(expert_ids, self.first_row, len(self.slot_of))
+
+    def join(self) -> None:
+        """As ExpertTable.join."""
+        assert self.cache is not None
+        self.cache.join()

@@ -44,6 +44,15 @@ class ExpertTable:
     slot_of: Tensor
     bases: Tensor | None = None
 
+    def prepare(self, expert_ids: Tensor) -> None:
+        """On a GPU, before the experts are read: these will be. Nothing to do where all are there.
+
+        expert_ids: [n, top_k] int64, contiguous.
+        """
+
+    def join(self) -> None:
+        """On a GPU: work enqueued from here on may read what was prepared."""
+
     def matrices(self, expert_id: int) -> tuple[Tensor, Tensor, Tensor]:
         """w1, w3 and w2 of an expert, as the format unpacks them; of the reference ops."""
         slot = int(self.slot_of[expert_id])

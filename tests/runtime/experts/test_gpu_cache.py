@@ -1,0 +1,56 @@
+"""The cache that a device keeps by itself, its kernels in emulation."""
+
+from __future__ import annotations
+
+import random
+import shutil
+
+import pytest
+import torch
+
+from moet.kernels.expert_cache import CacheTables, resolve
+from moet.kernels.layout import W2Rows
+from moet.runtime.experts.gpu import CachedExperts
+from moet.runtime.experts.host import Arena
+from tests.kernels import emulation
+from tests.kernels.emulation import Emulator
+
+LAYERS, NUM_EXPERTS = (0, 3), 8
+FORM = W2Rows(64, 32)
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    folder = tmp_path_factory.mktemp("gpu_cache")
+    return emulation.build(("expert_cache",), 90, folder, num_sms=2)
+
+
+def test_every_table_has_its_rows_when_it_is_prepared(kernels: Emulator) -> None:
+    num_rows = len(LAYERS) * NUM_EXPERTS
+    arena = Arena(num_rows, FORM.row_bytes, chunk_bytes=5 * FORM.row_bytes)
+    generator = torch.Generator().manual_seed(2)
+    for row in range(num_rows):
+        arena.place(row).random_(0, 256, generator=generator)
+    bases = torch.zeros(num_rows, 1, dtype=torch.uint8)
+    error = torch.zeros(1, dtype=torch.int32)
+    experts = CachedExperts(kernels, FORM, arena, bases, LAYERS, 6, error=error, overlap=False)
+    expected = CacheTables.empty(num_rows, 6)
+    draw, hits, misses = random.Random(1), 0, 0
+    for step in range(12):
+        for n, layer_idx in enumerate(LAYERS):
+            ids = torch.tensor([draw.sample(range(NUM_EXPERTS), 3) for _ in range(1 + step % 2)])
+            table = experts.resident(layer_idx)
+            table.prepare(ids)
+            table.join()
+            found = resolve(expected, ids, n * NUM_EXPERTS, NUM_EXPERTS)
+            hits, misses = hits + found.num_hits, misses + len(found.rows)
+            for expert_id in set(ids.flatten().tolist()):
+                slot = int(table.slot_of[expert_id])
+                row = n * NUM_EXPERTS + expert_id
+                assert slot == int(expected.slot_of[row])
+                assert torch.equal(table.rows[slot], arena.place(row))
+    assert experts.counts() == (hits, misses)
+    assert int(error) == 0
+    assert torch.equal(experts.tables.uses, expected.uses)
