@@ -25,7 +25,7 @@ from bench.train_demo import quantise
 from bench.train_demo.corpus import Renderer, token_counts
 from bench.train_demo.evaluate import report
 from bench.train_demo.export import export
-from bench.train_demo.feed import Feed, split
+from bench.train_demo.feed import ROWS_PER_MESSAGE, Feed, split
 from bench.train_demo.glm import Glm, kept_in_bf16
 from bench.train_demo.layers import Linear
 from bench.train_demo.optim import Optimizer, Rounder
@@ -218,7 +218,7 @@ def train(args: argparse.Namespace) -> None:
         progress = trainer.seconds / args.total
         now = phase(progress, trainer.optimizer.num_steps, args.long_every)
         long = bool(now.long_every) and trainer.optimizer.num_steps % now.long_every == 0
-        num_rows, stride = (args.rows // 8, 16) if long else (args.rows, 8)
+        num_rows, stride = (ROWS_PER_MESSAGE, 16) if long else (args.rows, 8)
         ids, weights = split(feeds[long].batch(num_rows), pad, args.device)
         offset = torch.randint(stride, (1,)).to(args.device)
         how = {"sparse": long, "offset": offset, "stride": stride}
