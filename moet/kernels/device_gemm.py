@@ -39,7 +39,8 @@ class Device:
     """A GPU as the kernels of this package see it.
 
     error: [1] int32, bits that a kernel sets when it met what must not be (`stream_gemm.cuh`,
-    ErrorBit); whoever runs a step reads it. counters: int32, zero between launches.
+    ErrorBit); whoever runs a step reads it. counters: int32, zero between launches. fused_rows: up
+    to how many rows the experts of a layer are two launches (`decode_experts.py`).
     """
 
     arch: str
@@ -47,6 +48,7 @@ class Device:
     launcher: Launcher
     error: Tensor
     counters: Tensor
+    fused_rows: int = 0
     _group_work: dict[tuple[int, int, int], Work] = field(default_factory=dict)
 
     @classmethod

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from moet.errors import UnsupportedError
-from moet.kernels import device_gemm, prefill_gemm, stream_experts
+from moet.kernels import decode_experts, device_gemm, prefill_gemm, stream_experts
 from moet.kernels.device_gemm import Device, PackedMatrix
 from moet.kernels.layout import ExpertRows
 from moet.kernels.moe import ExpertTable
 from moet.kernels.moe_layer import RouterWeights, SharedWeights
 from moet.kernels.quant import Activations, as_activations
 from moet.kernels.stream_experts import ExpertPool, SharedExpert
+from moet.kernels.stream_gemm import Workspace
 
 
 def device_of(router: RouterWeights) -> Device:
@@ -66,12 +67,16 @@ def moe(
     if expert is None:
         raise UnsupportedError("no kernel reads a shared expert that is not fp8")
     x = as_activations(x)
+    if x.num_rows <= device.fused_rows:
+        return _fused(x, token_ids, positions, router, table, pool, expert, limit, weigh_output)
     expert_ids, weights = route(x, token_ids, positions, router)
+    table.prepare(expert_ids)  # what has to come does so while the shared expert runs
     if x.num_rows > device_gemm.STREAM_ROWS and prefills(device, expert):
         tiles = prefill_gemm.make_tiles(device.launcher, x.plain())
         dense = prefill_gemm.shared_expert(
             device.launcher, expert, tiles, x.num_rows, limit=limit, error=device.error
         )
+        table.join()
         mixture = prefill_gemm.mixture(
             device.launcher,
             pool,
@@ -98,6 +103,7 @@ def moe(
             expert.down.slices(device.launcher), x.num_rows * expert.down.out_features
         ),
     )
+    table.join()
     mixture = pool.mixture(
         device.launcher,
         x.plain(),
@@ -110,6 +116,66 @@ def moe(
         shared=dense,
     )
     return mixture.to(torch.bfloat16)
+
+
+def _fused(
+    x: Activations,
+    token_ids: Tensor,
+    positions: Tensor,
+    router: RouterWeights,
+    table: ExpertTable,
+    pool: ExpertPool,
+    shared: SharedExpert,
+    limit: float | None,
+    weigh_output: bool,
+) -> Tensor:
+    """For few rows: one launch chooses, one does all the rest."""
+    device = device_of(router)
+    assert isinstance(router.weight, PackedMatrix)
+    stored = router.weight.stored
+    codes, scale = x.codes, x.scale
+    if codes is None:
+        codes, scale = stream_experts.quantise(device.launcher, x.plain())
+    partial = torch.empty(
+        stored.slices(device.launcher) * x.num_rows * stored.out_features,
+        dtype=torch.float32,
+        device=device.torch_device,
+    )
+    choice = decode_experts.choose(
+        device.launcher,
+        x.plain(),
+        decode_experts.Router(
+            stored, router.top_k, router.scaling_factor, router.bias, router.table, router.sigmoid
+        ),
+        table.slot_of,
+        error=device.error,
+        workspace=Workspace(partial, device.counters),
+        token_ids=None if router.table is None else token_ids,
+        positions=positions,
+    )
+    if type(table) is not ExpertTable:  # what has to come has a slot only once it is prepared
+        table.prepare(choice.expert_ids)
+        choice = decode_experts.given(
+            device.launcher,
+            choice.expert_ids,
+            choice.weights,
+            table.slot_of,
+            x.plain().shape[1],
+            error=device.error,
+        )
+        table.join()
+    return decode_experts.mix(
+        device.launcher,
+        codes,
+        choice,
+        pool,
+        limit=limit,
+        error=device.error,
+        x_scale=scale,
+        shared=shared,
+        weigh_output=weigh_output,
+        output="bf16",
+    )
 
 
 def prefills(device: Device, expert: SharedExpert) -> bool:

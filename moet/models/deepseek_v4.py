@@ -5,22 +5,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from moet.config import KVDtype, ModelSettings
 from moet.errors import CheckpointError, ConfigError
-from moet.kernels.attention import window_attention
-from moet.kernels.cache import copy_entries, write_kv
-from moet.kernels.compressor import compress
+from moet.kernels.attention import window_attention_q
+from moet.kernels.attention_inputs import CompressorSite, attention_inputs
+from moet.kernels.cache import EntryFormat, copy_entries
 from moet.kernels.device_gemm import Device
 from moet.kernels.gemm import linear_fp32, streamed
 from moet.kernels.hyper_connection import hc_enter, hc_head_norm, hc_pass, hc_post
-from moet.kernels.indexer import index_query, index_select
+from moet.kernels.indexer import index_select
 from moet.kernels.moe import sqrt_softplus
 from moet.kernels.quant import Activations
-from moet.kernels.rope import Yarn, norm_rope_heads, rope_cos_sin, rope_frequencies
+from moet.kernels.query_heads import query_heads
+from moet.kernels.rope import Yarn, rope_cos_sin, rope_frequencies
 from moet.kernels.rows import Rows
 from moet.models.base import (
     ExpertProvider,
@@ -120,32 +122,23 @@ class Compressor:
             weights.operand(name, channels, config.hidden_size)[0] for name in ("wkv", "wgate")
         ]
         self.norm_weight = weights.fp32("norm.weight", width)
-        self.eps = config.rms_norm_eps
-        self._compress = compress.bind(
-            arch=weights.settings.arch,
-            state=state.form,
-            entries=entries.form,
-            ratio=ratio,
-            rotate=rotate,
-        )
 
-    def __call__(self, projected: Tensor, step: Step, dtype: torch.dtype) -> None:
-        """Store the entries that the rows close, and what later ones need.
+    @property
+    def facts(self) -> tuple[EntryFormat, EntryFormat, int, bool]:
+        """What an implementation has to know of it."""
+        return self.state.form, self.entries.form, self.ratio, self.rotate
 
-        projected: [n, 2 * channels] fp32, the product with `parts`.
-        """
-        self._compress(
-            projected,
+    def site(self, step: Step, columns: tuple[int, int]) -> CompressorSite:
+        """As the op takes it. columns: where in the step's projections those of `parts` are."""
+        return CompressorSite(
             self.ape,
             self.norm_weight,
             *step.window_start(self.ratio),
             self.state.cache(step.kv),
             self.entries.cache(step.kv),
-            step.rows,
-            overlapped=self.overlapped,
-            rotate=self.rotate,
-            eps=self.eps,
-            dtype=dtype,
+            columns,
+            self.overlapped,
+            self.rotate,
         )
 
 
@@ -172,19 +165,15 @@ class Indexer:
             rotate=self.quantised,
         )
         arch = weights.settings.arch
-        self._query = index_query.bind(
-            arch=arch, head_dim=self.dim, rope_dim=config.qk_rope_head_dim, quantised=self.quantised
-        )
         self._select = index_select.bind(
             arch=arch, keys=self.keys.form, num_heads=self.num_heads, top_k=self.top_k
         )
 
-    def __call__(self, q: Tensor, gate: Tensor, step: Step) -> Tensor:
-        """q: [n, num_heads * dim], the product with wq_b. gate: [n, num_heads] fp32, with `gate`.
+    def __call__(self, query: Tensor, gate: Tensor, step: Step) -> Tensor:
+        """query: [n, num_heads, dim]. gate: [n, num_heads] fp32, the product with `gate`.
 
         Returns [n, top_k] int32, entry numbers. The step's own keys are stored already.
         """
-        query = self._query(q, *step.compress, num_heads=self.num_heads, quantised=self.quantised)
         return self._select(
             query,
             gate,
@@ -226,11 +215,21 @@ class Attention:
         if kind == "csa":
             self.indexer = Indexer(weights.under("indexer."), config, layout, layer_idx)
         self._load_projections(weights, config)
-        facts = {"head_dim": head_dim, "rope_dim": config.qk_rope_head_dim}
-        self._write = write_kv.bind(arch=arch, form=self.window.form)
-        self._copy = copy_entries.bind(arch=arch, form=self.window.form)
-        self._heads = norm_rope_heads.bind(arch=arch, **facts)
-        self._attend = window_attention.bind(arch=arch, form=self.window.form, num_heads=heads)
+        compressors = [self.compressor] if self.compressor else []
+        if self.indexer is not None:
+            compressors.append(self.indexer.compressor)
+        self._compressors = compressors
+        form, facts = self.window.form, tuple(part.facts for part in compressors)
+        self._inputs = attention_inputs.bind(arch=arch, rank=rank, form=form, compressors=facts)
+        self._heads = query_heads.bind(
+            arch=arch,
+            head_dim=head_dim,
+            rope_dim=config.qk_rope_head_dim,
+            index_dim=self.indexer.dim if self.indexer else 0,
+            quantised=layout.quantised_index,
+        )
+        self._attend = window_attention_q.bind(arch=arch, form=form, num_heads=heads)
+        self._copy = copy_entries.bind(arch=arch, form=form)
 
     def _load_projections(self, weights: Weights, config: DeepseekV4Config) -> None:
         """Matrices of one input are multiplied at once: fewer and longer streams of weights."""
@@ -239,7 +238,7 @@ class Attention:
         self.wqa_wkv = Linear.stacked(
             [weights.linear("wq_a", rank, dim), weights.linear("wkv", head_dim, dim)]
         )
-        self.q_norm = weights.norm("q_norm", rank, eps=self.eps)
+        self.q_norm_weight = weights.fp32("q_norm.weight", rank)
         self.kv_norm_weight = weights.fp32("kv_norm.weight", head_dim)
         queries = [weights.linear("wq_b", heads * head_dim, rank)]
         users = [] if self.compressor is None else [self.compressor.parts]
@@ -258,43 +257,70 @@ class Attention:
     def __call__(self, x: Tensor | Activations, step: Step) -> Tensor:
         """x: [n, dim], normalised. Returns [n, dim] and updates this layer's state."""
         cos_sin = step.compress if self.ratio else step.main
-        qr, kv = self.wqa_wkv(x).tensor_split([self.q_lora_rank], 1)
-        queries = self.queries(self.q_norm(qr))
-        q, index_q = queries.tensor_split([self.num_heads * self.head_dim], 1)
-        q = self._heads(q, *cos_sin, num_heads=self.num_heads, eps=self.eps)
-        selected = self._compressed(x, index_q, step)
+        qr_kv, projected = self.wqa_wkv(x), self._projections(x)
         ring = self.window.cache(step.kv)
         slots = step.ring_slots(ring.form.entries_per_page)
-        chunk = None if step.rows.short else ring.scratch(len(qr))
+        chunk = None if step.rows.short else ring.scratch(len(qr_kv))
         own, places = (ring, slots) if chunk is None else (chunk, step.row_ids)
-        self._write(kv, self.kv_norm_weight, *cos_sin, own, places, eps=self.eps)
+        qr = self._inputs(
+            qr_kv,
+            projected,
+            self.q_norm_weight,
+            self.kv_norm_weight,
+            *cos_sin,
+            own,
+            places,
+            self._sites(step),
+            step.rows,
+            eps=self.eps,
+        )
+        q, index_q = self._heads(
+            self.queries(qr),
+            *cos_sin,
+            num_heads=self.num_heads,
+            head_dim=self.head_dim,
+            index_heads=self.indexer.num_heads if self.indexer else 0,
+            eps=self.eps,
+            quantised=self.indexer.quantised if self.indexer else False,
+        )
         o = self._attend(
             q,
             self.sink,
             ring,
             chunk,
             self.compressor.entries.cache(step.kv) if self.compressor else None,
-            selected,
+            self._selected(index_q, projected, step),
             *cos_sin,
             step.rows,
             scale=self.head_dim**-0.5,
             sliding_window=self.sliding_window,
             ratio=self.ratio,
+            num_groups=self.num_groups,
         )
         if chunk is not None:
             self._copy(chunk, ring, slots)
-        return self.wo_b(self.wo_a(o.view(len(qr), self.num_groups, -1)).flatten(1))
+        return self.wo_b(self.wo_a(o).flatten(1))
 
-    def _compressed(self, x: Tensor | Activations, index_q: Tensor, step: Step) -> Tensor | None:
-        """Store compressed entries, then choose among them if this layer does."""
-        if self.compressor is None or self.unquantised is None:
-            return None
-        parts = torch.split(self._project(x, self.unquantised), self.widths, dim=1)
-        self.compressor(parts[0], step, index_q.dtype)
+    def _projections(self, x: Tensor | Activations) -> Tensor | None:
+        """The products that compressors and indexer read, side by side. [n, columns] fp32."""
+        return None if self.unquantised is None else self._project(x, self.unquantised)
+
+    def _sites(self, step: Step) -> tuple[CompressorSite, ...]:
+        ends = list(accumulate(self.widths, initial=0))
+        spans = pairwise(ends)
+        return tuple(
+            part.site(step, span) for part, span in zip(self._compressors, spans, strict=False)
+        )
+
+    def _selected(
+        self, index_q: Tensor | None, projected: Tensor | None, step: Step
+    ) -> Tensor | None:
+        """The entries that each row attends to, if this layer chooses."""
         if self.indexer is None:
             return None
-        self.indexer.compressor(parts[1], step, index_q.dtype)
-        return self.indexer(index_q, parts[2], step)
+        assert index_q is not None
+        assert projected is not None
+        return self.indexer(index_q, projected[:, -self.indexer.num_heads :], step)
 
 
 class Residual:
