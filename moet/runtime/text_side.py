@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moet import __version__
-from moet.config import cache_dir
+from moet.config import EngineConfig, cache_dir
 from moet.errors import ConfigError
 from moet.runtime.tokenizer import Tokenizer
 from moet.types import SamplingParams
@@ -48,6 +48,15 @@ class TextSide:
 def model_folder(model: str) -> Path:
     """A model's folder by the name that a user gives it."""
     return cache_dir() / f"demo-{__version__}" if model == DEMO else Path(model)
+
+
+def text_folder(config: EngineConfig) -> Path:
+    """Where a model's tokenizer and config.json are; with dummy weights it may have no others."""
+    if config.target.weights == "checkpoint":
+        return model_folder(config.model)
+    from moet.runtime.dummy import dummy_folder  # imports the models
+
+    return dummy_folder(config.model)
 
 
 def _read_object(path: Path, *, required: bool) -> dict[str, Any]:

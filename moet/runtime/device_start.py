@@ -1,0 +1,185 @@
+"""A core on a GPU: which device, what fits, weights from a pack or dummy ones, queue and graphs.
+
+Knows devices and memory; knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import psutil
+import torch
+
+from moet.config import EngineConfig
+from moet.errors import ConfigError
+from moet.kernels.device_gemm import Device
+from moet.models import load_model
+from moet.models.base import ExpertProvider, Model
+from moet.models.dummy import DummyOptions
+from moet.models.footprint import footprint
+from moet.models.glm_moe_dsa_config import ARCHITECTURE as GLM
+from moet.models.pack import Pack
+from moet.runtime.device_runner import Placement
+from moet.runtime.dummy import dummy_model, open_device, used_layers
+from moet.runtime.experts.load import pack_experts
+from moet.runtime.hardware import GIB, Hardware, hardware
+from moet.runtime.host import Progress
+from moet.runtime.memory import plan
+from moet.runtime.plan_types import Plan, PlanSettings
+from moet.runtime.queues import CudaGraphs, CudaQueue, uncaptured
+
+logger = logging.getLogger(__name__)
+
+_NAMES = {"h200": "h200", "rtx 5090": "rtx-5090", "rtx pro 6000": "rtx-pro-6000"}
+
+
+def settle_device(
+    config: EngineConfig, raw_config: Mapping[str, Any] | None
+) -> tuple[EngineConfig, Device | None]:
+    """Where the model runs: the config with that device's ops, and the GPU, None for the CPU.
+
+    raw_config: the model's config.json, if it is there yet. Raises ConfigError if a GPU was asked
+    for and there is none, or it cannot do what else was asked.
+    """
+    wanted = config.target.device
+    why = None if wanted == "cpu" else _obstacle(config, raw_config)
+    if wanted == "cuda" and why is not None:
+        raise ConfigError(f"--device cuda: {why}")
+    gpu = None if wanted == "cpu" or why is not None else open_device()
+    if gpu is None:
+        if wanted == "cuda":
+            raise ConfigError(
+                "--device cuda: this process finds no GPU that kernels were built for (compute "
+                "capability 9.0 or 12.0); use --device cpu, and see moet doctor"
+            )
+        if why is not None and torch.cuda.is_available():
+            logger.warning("the model runs on the CPU: %s", why)
+        return config, None
+    return replace(config, settings=replace(config.settings, arch=gpu.arch)), gpu
+
+
+def _obstacle(config: EngineConfig, raw_config: Mapping[str, Any] | None) -> str | None:
+    """Why no GPU can do what is asked."""
+    if config.settings.rounding == "none":
+        return "--rounding none computes in fp32, which only the CPU reference does"
+    if config.cache.kv_dtype != "fp8":
+        return f"--kv-cache-dtype {config.cache.kv_dtype} is the CPU reference's; a GPU keeps fp8"
+    if config.parallel.num_ranks > 1:
+        return "several ranks run on the CPU reference only so far"
+    if config.scheduler.num_spec_tokens > 0:
+        return "drafts run on the CPU reference only so far; use --spec-tokens 0 on a GPU"
+    if raw_config is not None and (raw_config.get("architectures") or [None])[0] == GLM:
+        return "GLM-5.2 runs on the CPU reference only so far"
+    return None
+
+
+def plan_device(
+    config: EngineConfig, raw_config: Mapping[str, Any], gpu: Device
+) -> tuple[EngineConfig, Plan]:
+    """Place everything in the memory that is free now; what the config leaves open is filled in.
+
+    Raises ConfigError, before anything is loaded, with what is needed, available and worth
+    changing.
+    """
+    cache, scheduler = config.cache, config.scheduler
+    model = footprint(
+        raw_config, kv_dtype=cache.kv_dtype, num_spec_tokens=scheduler.num_spec_tokens
+    )
+    chosen = PlanSettings(
+        precision=config.settings.precision,
+        max_model_len=scheduler.max_model_len,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        kv_cache_bytes=cache.budget_bytes,
+        host_cache_bytes=cache.host_budget_bytes + cache.host_cache_bytes,
+        snapshot_bytes=0 if cache.prefix_cache == "off" else cache.snapshot_budget_bytes,
+    )
+    made = plan(model, this_gpu(gpu.torch_device), chosen)
+    if not made.resident:
+        need = made.experts.num_rows * made.experts.row_bytes / GIB
+        raise ConfigError(
+            f"{made.hardware}: the {config.settings.precision} experts are {need:.1f} GiB and do "
+            "not all fit beside the rest; lower --max-model-len, --kv-cache-memory or "
+            "--max-num-seqs, choose --precision w2, or run with --device cpu"
+        )
+    num_bytes = made.kv.num_pages * model.kv.bytes_per_page
+    window = scheduler.max_model_len or made.kv.max_model_len
+    logger.info(
+        "plan for %s: %s; window %d tokens, %d pages",
+        made.hardware,
+        ", ".join(f"{use} {size / GIB:.2f} GiB" for use, size in made.device_bytes.items()),
+        window,
+        made.kv.num_pages,
+    )
+    return (
+        replace(
+            config,
+            cache=replace(cache, budget_bytes=num_bytes),
+            scheduler=replace(scheduler, max_model_len=window),
+        ),
+        made,
+    )
+
+
+def this_gpu(device: torch.device) -> Hardware:
+    """The card of this process: its free memory, and the rates of its kind."""
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    name = torch.cuda.get_device_name(device)
+    known = next((preset for part, preset in _NAMES.items() if part in name.lower()), "rtx-5090")
+    host_bytes = psutil.virtual_memory().available
+    return replace(
+        hardware(known, host_bytes=host_bytes),
+        name=name,
+        memory_bytes=free_bytes,
+        basis=f"free memory of this card, rates of {known}",
+    )
+
+
+def load_pack(
+    config: EngineConfig, pack: Pack, gpu: Device, progress: Progress
+) -> tuple[Model, ExpertProvider]:
+    """A pack's weights on the GPU, every expert resident."""
+    progress("weights", 0.0)
+    num_spec_tokens = config.scheduler.num_spec_tokens
+    model = load_model(
+        pack.config, pack, config.settings, config.cache.kv_dtype, num_spec_tokens, gpu=gpu
+    )
+    layers = used_layers(
+        pack.experts.layers, int(pack.config["num_hidden_layers"]), num_spec_tokens
+    )
+    experts = pack_experts(
+        pack,
+        config.settings.precision,
+        layers,
+        gpu.torch_device,
+        lambda report: progress("experts", report.done_bytes / report.total_bytes),
+    )
+    return model, experts
+
+
+def load_dummy(
+    config: EngineConfig, raw_config: Mapping[str, Any], gpu: Device, progress: Progress
+) -> tuple[Model, ExpertProvider]:
+    """Weights of the size that config.json says, made on the GPU."""
+    progress("weights", 0.0)
+    target = config.target
+    made = dummy_model(
+        raw_config,
+        config.settings,
+        gpu,
+        kv_dtype=config.cache.kv_dtype,
+        num_spec_tokens=config.scheduler.num_spec_tokens,
+        options=DummyOptions(seed=target.dummy_seed, skew=target.dummy_skew),
+    )
+    return made.model, made.experts
+
+
+def place(config: EngineConfig, gpu: Device) -> Placement:
+    """A stream for the steps, and how they are captured."""
+    queue = CudaQueue(gpu.torch_device)
+    torch.cuda.synchronize(gpu.torch_device)  # the weights were made on another stream
+    capture = uncaptured if config.target.enforce_eager else CudaGraphs(queue)
+    return Placement(queue, capture, gpu.error, gpu.arch)
