@@ -147,7 +147,7 @@ class MoE:
         """x: [n, dim]; token_ids, positions: [n]. Returns [n, dim] in the dtype of x."""
         if self._whole is not None:
             assert isinstance(experts, ResidentProvider), "tiers of experts have no GPU form yet"
-            return self._whole(
+            part = self._whole(
                 x,
                 token_ids,
                 positions,
@@ -159,6 +159,9 @@ class MoE:
                 weigh_output=self.weigh_output,
                 num_slices=self.num_slices,
             )
+            if self.shard.size == 1:
+                return part
+            return self.shard.comm.sum(part.float()).to(part.dtype)
         x = plain_values(x)
         expert_ids, weights = self.router(x, token_ids)
         routed = self._mixture(
