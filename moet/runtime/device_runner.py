@@ -19,7 +19,7 @@ from moet.errors import CapacityError
 from moet.models.base import DraftingModel, ExpertProvider, Model
 from moet.runtime.batch import Batch, Row, StepResult
 from moet.runtime.chunk_runner import Chunk, ChunkRunner, PendingChunks
-from moet.runtime.device_sampler import kind_of, read_report
+from moet.runtime.device_sampler import Kind, kind_of, read_report
 from moet.runtime.graph_runner import (
     GraphRunner,
     PendingStep,
@@ -30,12 +30,13 @@ from moet.runtime.graph_runner import (
 from moet.runtime.kv_cache import KVCache
 from moet.runtime.model_runner import NAN_MESSAGE, ModelRunner, fail
 from moet.runtime.queues import Capture, Queue
-from moet.runtime.sampler import SamplerState
+from moet.runtime.sampler import Proposal, SamplerState
+from moet.runtime.step_drafts import StepDraftModel
 from moet.runtime.step_tensors import StepRow
 
 
-class DeviceModel(Model, StepModel, Protocol):
-    """A model for both ways."""
+class DeviceModel(Model, StepModel, StepDraftModel, Protocol):
+    """A model for both ways. Its draft block is there if it was built for drafts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +105,11 @@ class DeviceRunner:
             capture=placement.capture,
             fault=placement.fault,
             arch=placement.arch,
+            draft_model=None if draft_model is None else model,
+            num_drafts=max_rows_per_seq - 1,
         )
         self.queue.settle()  # what is set up so far was launched elsewhere
-        if not self._drafts:  # or else every step is the eager runner's
-            self.graphs.capture_all(progress)
+        self.graphs.capture_all(progress)
 
     @property
     def sampler(self) -> SamplerState:
@@ -151,17 +153,21 @@ class DeviceRunner:
         return pending
 
     def _parts(self, batch: Batch, indices: list[int]) -> tuple[list[int], list[int], list[int]]:
-        """Places of the rows that a graph, a chunk pass and the eager runner take."""
-        if self._drafts:
-            return [], [], indices
+        """Places of the rows that a graph, a chunk pass and the eager runner take.
+
+        With drafts the eager runner takes prompts, whose draft rows it knows to write, sequences
+        that are sampled, and steps that a snapshot is kept of in between.
+        """
         decoding: list[int] = []
         chunks: list[int] = []
         others: list[int] = []
         for i in indices:
             row = batch.rows[i]
-            if row.first_logprob >= 0 or _is_drawn(row):
+            decodes = i < batch.num_decoding and row.num_samples == row.num_tokens
+            fits = not self._drafts or (decodes and _is_greedy(row) and row.snapshot is None)
+            if not fits or row.first_logprob >= 0 or _is_drawn(row):
                 others.append(i)
-            elif i < batch.num_decoding and row.num_samples == row.num_tokens:
+            elif decodes:
                 decoding.append(i)
             elif row.token_ids is not None and not row.num_drafts:
                 chunks.append(i)
@@ -208,6 +214,8 @@ class PendingBatch:
             if output.is_bad[n]:
                 made.errors[index] = NAN_MESSAGE
                 made.num_corrupted += 1
+            if output.proposals is not None and output.proposals[n]:
+                made.proposals[index] = tuple(Proposal(t, None) for t in output.proposals[n])
             top_n = self.rows[index].seq.request.params.logprobs
             if top_n is not None and output.reports is not None:
                 made.logprobs[index] = [
@@ -226,9 +234,14 @@ def _is_drawn(row: Row) -> bool:
     return any(proposal.probs is not None for proposal in row.proposals)
 
 
+def _is_greedy(row: Row) -> bool:
+    return kind_of(row.seq.request.params, masked=row.masks is not None) == Kind.GREEDY
+
+
 def _step_row(row: Row) -> StepRow:
     kind = kind_of(row.seq.request.params, masked=row.masks is not None)
-    return StepRow(row.slot, row.start, row.token_ids, kind, row.masks)
+    num_to_draft = row.num_to_draft if row.seq.num_spec_tokens else -1
+    return StepRow(row.slot, row.start, row.token_ids, kind, row.masks, num_to_draft)
 
 
 def _chunk(row: Row) -> Chunk:

@@ -27,6 +27,7 @@ from moet.runtime.device_sampler import REPORT_WIDTH, Kind
 from moet.runtime.grammar import num_words
 from moet.runtime.queues import Capture, Moment, Queue, Work
 from moet.runtime.slot_tensors import SlotTensors
+from moet.runtime.step_drafts import StepDraftModel, StepDrafts
 from moet.runtime.step_tensors import StepRow, StepTensors, fill
 
 logger = logging.getLogger(__name__)
@@ -59,11 +60,15 @@ class StepModel(Protocol):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Shape:
-    """What a graph was captured for: so many sequences of so many rows, over so many pages each."""
+    """What a graph was captured for: so many sequences of so many rows, over so many pages each.
+
+    drafts: whether it proposes tokens for the next step.
+    """
 
     num_seqs: int
     num_rows: int
     num_pages: int
+    drafts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +77,7 @@ class StepOutput:
 
     tokens: new ones of each sequence. is_bad: its first row's logits were no numbers. reports:
     [num_tokens, REPORT_WIDTH] of each, for Kind.FULL. fault: bits of the model's kernels, 0: none.
+    proposals: drafts of each sequence, if the step made some.
     """
 
     tokens: list[list[int]]
@@ -79,6 +85,7 @@ class StepOutput:
     reports: list[Tensor] | None
     fault: int
     time_s: float
+    proposals: list[list[int]] | None = None
 
 
 class PendingStep(Protocol):
@@ -100,6 +107,7 @@ class GraphRunner:
 
     buckets: numbers of sequences, ascending; rows_per_seq likewise. fault: [1] int32 that kernels
     set, or None. page_table: [num_slots, max_pages] int64 on the device, by sequence slot.
+    draft_model: the same model, if it was built for num_drafts drafts.
     """
 
     def __init__(
@@ -117,7 +125,10 @@ class GraphRunner:
         capture: Capture,
         fault: Tensor | None = None,
         arch: str = "reference",
+        draft_model: StepDraftModel | None = None,
+        num_drafts: int = 0,
     ) -> None:
+        self._draft_model, self.num_drafts = draft_model, num_drafts
         self.model, self.experts, self.kv, self.state = model, experts, kv, state
         self.page_table, self.page_size, self.fault = page_table, page_size, fault
         self.queue, self.arch = queue, arch
@@ -131,11 +142,12 @@ class GraphRunner:
         self._masks = torch.full((most, words), -1, dtype=torch.int32, device=device)
         self._has_masks = False
         self._steps: dict[tuple[int, int], StepTensors] = {}
+        self._drafts: dict[tuple[int, int], StepDrafts] = {}
         self._forward: dict[Shape, Work] = {}
         self._finish: dict[tuple[int, int, Kind], Work] = {}
         self._is_sealed = False
         self._ring = [
-            _HostTensors.of(queue, self.buckets[-1], self.rows_per_seq[-1], words)
+            _HostTensors.of(queue, self.buckets[-1], self.rows_per_seq[-1], words, num_drafts)
             for _ in range(RING_STEPS)
         ]
         self._num_launched = self._num_read = 0
@@ -144,10 +156,11 @@ class GraphRunner:
     def capture_all(self, progress: Callable[[float], None] = lambda done: None) -> None:
         """Capture every graph; afterwards nothing may grow, and no other shape is served."""
         shapes = [
-            Shape(num_seqs, num_rows, num_pages)
+            Shape(num_seqs, num_rows, num_pages, drafts)
             for num_pages in reversed(self.reaches)
             for num_seqs in reversed(self.buckets)
             for num_rows in reversed(self.rows_per_seq)
+            for drafts in ([False] if self._draft_model is None else [False, True])
         ]
         started_s = perf_counter()
         for n, shape in enumerate(shapes):
@@ -167,21 +180,46 @@ class GraphRunner:
             step, num_tokens = self._steps[key], shape.num_seqs * shape.num_rows
             logits, masks = self._logits[:num_tokens], self._masks[:num_tokens]
             table = self.page_table[:, : shape.num_pages]
+            drafts = None
+            if shape.drafts:
+                if key not in self._drafts:
+                    self._drafts[key] = StepDrafts(step, self.num_drafts)
+                drafts = self._drafts[key]
 
             def forward() -> None:
                 rows = step.rows(table, self.page_size)
                 tokens = step.tokens(self.state)
                 output = self.model.compute(tokens, rows, None, self.kv, self.experts)
                 step.finish(self.state, output.logits, None, self.fault, Kind.GREEDY)
-                logits.copy_(output.logits)
+                if drafts is None:
+                    logits.copy_(output.logits)
+                else:
+                    self._propose(drafts, tokens, output.hidden_states, table)
 
             self._forward[shape] = self._capture(forward)
-            for kind in kinds:
+            for kind in () if shape.drafts else kinds:
                 if kind != Kind.GREEDY and (*key, kind) not in self._finish:
                     finish = partial(step.finish, self.state, logits, masks, None, kind)
                     self._finish[*key, kind] = self._capture(finish)
 
-    def shape_for(self, num_seqs: int, num_rows: int, num_tokens: int) -> Shape:
+    def _propose(
+        self, drafts: StepDrafts, token_ids: Tensor, hidden_states: Tensor, page_table: Tensor
+    ) -> None:
+        assert self._draft_model is not None
+        drafts.run(
+            self._draft_model,
+            token_ids,
+            hidden_states,
+            self.kv,
+            self.experts,
+            page_table,
+            self.page_size,
+            self.state.num_token_ids,
+        )
+
+    def shape_for(
+        self, num_seqs: int, num_rows: int, num_tokens: int, *, drafts: bool = False
+    ) -> Shape:
         """The least captured shape that a step fits.
 
         num_rows: most of any sequence; num_tokens: longest sequence after the step.
@@ -203,18 +241,21 @@ class GraphRunner:
                 f"{self.rows_per_seq[-1]} rows and {self.reaches[-1]} pages"
             )
         seqs, rows, pages = (each for each in found if each is not None)
-        return Shape(seqs, rows, pages)
+        return Shape(seqs, rows, pages, drafts)
 
     def launch(self, rows: Sequence[StepRow]) -> PendingStep:
         """Queue one step of distinct sequences, at least one, and return at once.
 
-        Raises ConfigError for a shape that no graph was captured for.
+        If one of them drafts, all must be of Kind.GREEDY. Raises ConfigError for a shape that no
+        graph was captured for.
         """
         assert self._num_launched - self._num_read < RING_STEPS, "a result was never read"
+        drafts = any(row.num_to_draft >= 0 for row in rows)
         shape = self.shape_for(
             len(rows),
             max(row.num_tokens for row in rows),
-            max(row.start + row.num_tokens for row in rows),
+            max(row.start + row.num_tokens for row in rows) + drafts * self.num_drafts,
+            drafts=drafts,
         )
         if shape not in self._forward:
             if self._is_sealed:
@@ -223,6 +264,7 @@ class GraphRunner:
         key = shape.num_seqs, shape.num_rows
         step = self._steps[key]
         kind = max(row.kind for row in rows)
+        assert kind == Kind.GREEDY or not drafts
         host = self._ring[self._num_launched % RING_STEPS]
         sent = host.sent[: step.sent.numel()]
         fill(sent, rows, key, self.state.num_slots)
@@ -239,10 +281,17 @@ class GraphRunner:
             if kind == Kind.FULL:
                 reports = host.reports[: len(step.reports)]
                 reports.copy_(step.reports, non_blocking=True)
+            proposed = None
+            if drafts:
+                made = self._drafts[key].proposed
+                proposed = host.proposed[: made.numel()].view(made.shape)
+                proposed.copy_(made, non_blocking=True)
             ended = self.queue.moment()
         num_rows = [row.num_tokens for row in rows]
         self._num_launched += 1
-        return _Pending(self, self._num_launched - 1, num_rows, out, reports, started, ended)
+        return _Pending(
+            self, self._num_launched - 1, num_rows, out, reports, proposed, started, ended
+        )
 
     def step_of(self, shape: Shape) -> StepTensors:
         """The tensors that a shape's graph reads and writes."""
@@ -297,9 +346,12 @@ class _HostTensors:
     out: Tensor
     reports: Tensor
     masks: Tensor
+    proposed: Tensor
 
     @classmethod
-    def of(cls, queue: Queue, num_seqs: int, num_rows: int, words: int) -> _HostTensors:
+    def of(
+        cls, queue: Queue, num_seqs: int, num_rows: int, words: int, num_drafts: int
+    ) -> _HostTensors:
         num_tokens = num_seqs * num_rows
         num_sent = StepTensors.num_sent(num_seqs, num_rows)
         return cls(
@@ -307,6 +359,7 @@ class _HostTensors:
             out=queue.host_tensor((1 + num_seqs) * (num_rows + 2), dtype=torch.int64),
             reports=queue.host_tensor(num_tokens, REPORT_WIDTH, dtype=torch.int64),
             masks=queue.host_tensor(num_tokens, words, dtype=torch.int32),
+            proposed=queue.host_tensor(num_seqs * (1 + num_drafts), dtype=torch.int64),
         )
 
 
@@ -317,6 +370,7 @@ class _Pending:
     num_rows: list[int]
     out: Tensor
     reports: Tensor | None
+    proposed: Tensor | None
     started: Moment
     ended: Moment
 
@@ -332,9 +386,13 @@ class _Pending:
                 self.reports[i * width : i * width + len(held)].clone()
                 for i, held in enumerate(tokens)
             ]
+        proposals = None
+        if self.proposed is not None:
+            lines = self.proposed[: len(self.num_rows)].tolist()
+            proposals = [line[1 : 1 + line[0]] for line in lines]
         self.runner.read(self.number)
         time_s = self.started.seconds_to(self.ended)
-        return StepOutput(tokens, is_bad, reports, values[0][0], time_s)
+        return StepOutput(tokens, is_bad, reports, values[0][0], time_s, proposals)
 
 
 def reaches(max_pages: int) -> tuple[int, ...]:

@@ -21,7 +21,8 @@ class StepRow:
 
     token_ids None: one row, whose token is the slot's newest on the device. Tokens behind the first
     are drafts of a sequence at temperature 0. masks: [num_tokens, words] int32, or None for no
-    limits. kind: what the sequence's parameters ask for.
+    limits. kind: what the sequence's parameters ask for. num_to_draft: tokens to propose for its
+    next step; -1: it does not draft at all.
     """
 
     slot: int
@@ -29,6 +30,7 @@ class StepRow:
     token_ids: Sequence[int] | None
     kind: Kind = Kind.GREEDY
     masks: Tensor | None = None
+    num_to_draft: int = -1
 
     @property
     def num_tokens(self) -> int:
@@ -40,7 +42,8 @@ class StepTensors:
 
     token_ids: [T] int64, -1 for the newest token of the slot. positions, starts, ends, seq_slots:
     [T] int64 as in kernels/rows.py. sampler_slots: [num_seqs] int64, where a sequence's sampling
-    state is; the last slot of all for none. counts: [num_seqs] int64, rows that are there.
+    state is; the last slot of all for none. counts: [num_seqs] int64, rows that are there. wanted:
+    [num_seqs] int64, drafts that a sequence's next step asks for, -1 if it never does.
     out: [1 + num_seqs, num_rows + 2] int64; first a fault word, then by sequence the tokens, how
     many of them hold, and whether the first row's logits were no numbers. reports: [T, columns].
     """
@@ -55,14 +58,15 @@ class StepTensors:
         num_tokens = num_seqs * num_rows
         parts = self.sent[: 5 * num_tokens].view(5, num_tokens).unbind(0)
         self.token_ids, self.positions, self.starts, self.ends, self.seq_slots = parts
-        self.sampler_slots, self.counts = self.sent[5 * num_tokens :].view(2, num_seqs).unbind(0)
+        by_seq = self.sent[5 * num_tokens :].view(3, num_seqs).unbind(0)
+        self.sampler_slots, self.counts, self.wanted = by_seq
         self.out = torch.zeros(1 + num_seqs, num_rows + 2, dtype=torch.int64, device=device)
         self.reports = torch.zeros(num_tokens, REPORT_WIDTH, dtype=torch.int64, device=device)
 
     @staticmethod
     def num_sent(num_seqs: int, num_rows: int) -> int:
         """Length of what the host sends."""
-        return 5 * num_seqs * num_rows + 2 * num_seqs
+        return 5 * num_seqs * num_rows + 3 * num_seqs
 
     def rows(self, page_table: Tensor, page_size: int) -> Rows:
         """For the model. page_table: [num_slots, pages] int64, by sequence slot."""
@@ -149,8 +153,8 @@ def fill(sent: Tensor, rows: Sequence[StepRow], shape: tuple[int, int], no_slot:
     values = sent.numpy()
     values[:] = 0
     parts = values[: 5 * num_tokens].reshape(5, num_seqs, num_rows)
-    slots, counts = values[5 * num_tokens :].reshape(2, num_seqs)
-    parts[1] = -1
+    slots, counts, wanted = values[5 * num_tokens :].reshape(3, num_seqs)
+    parts[1] = wanted[:] = -1
     slots[:] = no_slot
     for i, row in enumerate(rows):
         num = row.num_tokens
@@ -158,4 +162,4 @@ def fill(sent: Tensor, rows: Sequence[StepRow], shape: tuple[int, int], no_slot:
         parts[0, i, :num] = -1 if row.token_ids is None else row.token_ids
         parts[1, i, :num] = range(row.start, end)
         parts[2, i, :num], parts[3, i, :num], parts[4, i, :num] = row.start, end, row.slot
-        slots[i], counts[i] = row.slot, num
+        slots[i], counts[i], wanted[i] = row.slot, num, row.num_to_draft

@@ -30,6 +30,33 @@ class StepFakeModel(FakeModel):
         kv: KVTensors,
         experts: object,
     ) -> ModelOutput:
+        def run(inputs: ForwardInput, there: list[int]) -> Tensor:
+            return self.forward(inputs, kv, experts).logits
+
+        return self._placed(token_ids, rows, logits_indices, run)
+
+    def compute_draft(
+        self,
+        token_ids: Tensor,
+        rows: Rows,
+        logits_indices: Tensor | None,
+        hidden_states: Tensor,
+        kv: KVTensors,
+        experts: object,
+    ) -> ModelOutput:
+        def run(inputs: ForwardInput, there: list[int]) -> Tensor:
+            return self.draft(inputs, hidden_states[there], kv, experts).logits
+
+        return self._placed(token_ids, rows, logits_indices, run)
+
+    def _placed(
+        self,
+        token_ids: Tensor,
+        rows: Rows,
+        logits_indices: Tensor | None,
+        run: Callable[[ForwardInput, list[int]], Tensor],
+    ) -> ModelOutput:
+        """Run on the rows that are there; the others' logits are zero."""
         parts = rows.sequences()
         there = [row for first, last in parts for row in range(first, last)]
         bounds = [0]
@@ -47,7 +74,7 @@ class StepFakeModel(FakeModel):
                 seq_lens=tuple(rows.ends[firsts].tolist()),
                 logits_indices=torch.arange(len(there)),
             )
-            logits[there] = self.forward(inputs, kv, experts).logits
+            logits[there] = run(inputs, there)
         hidden_states = token_ids[:, None].float()
         if logits_indices is not None:
             logits = logits[logits_indices]
@@ -108,9 +135,16 @@ def placed_core(
         cache=CacheConfig(
             budget_bytes=num_pages * spec.bytes_per_page,
             host_budget_bytes=256 * spec.bytes_per_page,
-            snapshot_budget_bytes=64 * model.window * 16,
+            snapshot_budget_bytes=64 * (model.window + model.num_spec_tokens) * 16,
         ),
-        scheduler=SchedulerConfig(**{"overlap": False, "prefill_share": 1.0, **scheduler}),
+        scheduler=SchedulerConfig(
+            **{
+                "overlap": False,
+                "prefill_share": 1.0,
+                "num_spec_tokens": model.num_spec_tokens,
+                **scheduler,
+            }
+        ),
         precision="w2",
         vocab_size=model.vocab_size,
         seed=0,

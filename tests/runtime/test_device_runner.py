@@ -54,6 +54,37 @@ def test_tokens_are_those_of_the_plain_runner(
     core.shutdown()
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("num_spec_tokens", [1, 2, 4])
+@pytest.mark.parametrize("draft_rate", [0.0, 0.6, 1.0])
+def test_drafts_are_those_of_the_plain_runner(
+    num_spec_tokens: int, draft_rate: float, overlap: bool
+) -> None:
+    facts_of_model: dict[str, Any] = {
+        "num_spec_tokens": num_spec_tokens,
+        "draft_rate": draft_rate,
+        "page_size": 6,
+    }
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "adaptive_spec": False}
+    requests = [
+        *REQUESTS,
+        request("none", [6, 7, 8], max_tokens=12, spec_tokens=0),
+        request("later", [5, 4, 3, 2, 1], max_tokens=30),
+    ]
+    plain = make_core(FakeModel(**facts_of_model), **limits)
+    expected = facts(plain, requests)
+    model = StepFakeModel(**facts_of_model)
+    core = placed_core(model, Placement(CpuQueue(), Tape()), overlap=overlap, **limits)
+    assert facts(core, requests) == expected
+    assert model.num_torn == 0
+    got, wanted = core.stats(), plain.stats()
+    assert got.num_draft_tokens > 0
+    if not overlap:
+        assert got.num_draft_tokens == wanted.num_draft_tokens
+        assert got.num_accepted_tokens == wanted.num_accepted_tokens
+    core.check()
+
+
 def test_pages_may_run_out() -> None:
     requests = [request(str(n), [n] * 9, max_tokens=20) for n in range(6)]
     core = placed_core(
@@ -139,6 +170,23 @@ def model_core(rig: Rig, placement: Placement | None, **options: Any) -> EngineC
         seed=0,
         placement=placement,
     )
+
+
+def test_a_real_model_drafts_the_same_either_way() -> None:
+    rig = load_rig(DEPLOYED, hash_source(DEPLOYED, quantised=True), "deployed", num_spec_tokens=2)
+    requests = [
+        request("crosses", GOLDEN_IDS[9:258], max_tokens=12),
+        request("short", [42, 17], max_tokens=10),
+    ]
+    options = {"max_num_seqs": 2, "max_num_batched_tokens": 300, "num_spec_tokens": 2}
+    options["adaptive_spec"] = False
+    plain = model_core(rig, None, overlap=False, **options)
+    expected = facts(plain, requests)
+    placed = model_core(rig, Placement(CpuQueue(), uncaptured), overlap=False, **options)
+    assert facts(placed, requests) == expected
+    got, wanted = placed.stats(), plain.stats()
+    assert got.num_draft_tokens == wanted.num_draft_tokens > 0
+    assert got.num_accepted_by_position == wanted.num_accepted_by_position
 
 
 def test_a_real_model_gives_the_same_tokens_either_way() -> None:

@@ -105,6 +105,7 @@ def test_what_is_sent_fills_a_bucket_with_rows_that_do_nothing() -> None:
     assert step.seq_slots.tolist() == [2, 2, 0, 0, 0, 0]
     assert step.sampler_slots.tolist() == [2, 0, 4]
     assert step.counts.tolist() == [2, 1, 0]
+    assert step.wanted.tolist() == [-1, -1, -1]
 
 
 @pytest.mark.parametrize("capture", [uncaptured, Tape()])
