@@ -316,6 +316,16 @@ def _whole_head(vocab_size: int, name: str, shard: Shard) -> tuple[str, ...]:
     return (name,) if vocab_size % shard.size else ()
 
 
+class _Nothing:
+    """A source without tensors."""
+
+    def names(self) -> Iterable[str]:
+        return ()
+
+    def load(self, name: str) -> Tensor:
+        raise AssertionError(name)
+
+
 class _Narrowed:
     """A PartSource over a source that only reads whole tensors: those that are in memory."""
 
@@ -405,6 +415,21 @@ def glm_moe_dsa_layers(config: GlmMoeDsaConfig, shard: Shard) -> range:
     num_layers = config.num_hidden_layers
     owners = [i for i in range(num_layers) if config.owns_indexer(i)]
     return stage_layers(owners, num_layers, shard)
+
+
+def check_divisible(raw_config: Mapping[str, Any], tensor: int, pipeline: int) -> None:
+    """Raise ConfigError if a model cannot be divided so, before anything is started or loaded."""
+    nothing = _Nothing()
+    for stage in range(pipeline):
+        shard = Shard(0, tensor, stage, pipeline)
+        if raw_config["architectures"][0] == ARCHITECTURE:
+            glm = GlmMoeDsaConfig.from_dict(raw_config)
+            divide_glm_moe_dsa(glm, nothing, shard)
+            glm_moe_dsa_layers(glm, shard)
+        else:
+            v4 = DeepseekV4Config.from_dict(raw_config)
+            divide_deepseek_v4(v4, nothing, shard)
+            deepseek_v4_layers(v4, shard)
 
 
 def held_layers(

@@ -83,7 +83,7 @@ class Group:
             None
         )  # which rank's process has ended, if known
         self._store = store
-        self._device = _gloo_device(place.host)
+        self._device = _gloo_device(place)
         self.world = self._gloo("world", place.rank, config.num_ranks)
         self.verdicts = self._gloo("verdicts", place.rank, config.num_ranks)
         self._undecided: deque[tuple[Work, list[Tensor], str]] = deque()
@@ -387,11 +387,12 @@ def _store(
     )
 
 
-def _gloo_device(host: str) -> object:
-    """Loopback for ranks of one host; else what the host's name, or GLOO_SOCKET_IFNAME, says."""
-    if host in (LOOPBACK, "localhost"):
-        return _GLOO.create_device(hostname=LOOPBACK)
-    return _GLOO.create_default_device()
+def _gloo_device(place: Place) -> object:
+    """The interface that leads to the store, which all ranks reach; names of hosts say little."""
+    family = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_DGRAM)[0][0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((place.host, place.port))  # sends nothing
+        return _GLOO.create_device(hostname=probe.getsockname()[0])
 
 
 def _first_line(error: Exception) -> str:

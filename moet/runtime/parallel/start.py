@@ -15,6 +15,7 @@ from moet import __version__
 from moet.config import EngineConfig, Launched, launched
 from moet.errors import ConfigError, MoetError
 from moet.models.pack import Pack
+from moet.models.sharding import check_divisible
 from moet.runtime.core import EngineCore
 from moet.runtime.host import Progress
 from moet.runtime.loader import build_core, open_pack
@@ -28,8 +29,9 @@ logger = logging.getLogger(__name__)
 
 def load_leading_core(config: EngineConfig, progress: Progress) -> EngineCore:
     """The core of rank 0, with the other ranks started (unless torchrun did) and loaded."""
-    require_divisible(config)
+    require_supported(config)
     pack = open_pack(config.model, progress)  # once, before others look for it
+    check_divisible(pack.config, config.parallel.tensor, config.parallel.pipeline)
     outside, ranks, listener = launched(), Ranks(), None
     if outside is None:
         listener = socket.create_server((LOOPBACK, 0))
@@ -60,7 +62,7 @@ def load_leading_core(config: EngineConfig, progress: Progress) -> EngineCore:
 def run_rank(config: EngineConfig, place: Place) -> int:
     """Be a rank other than 0 until the group ends; returns the exit code."""
     try:
-        require_divisible(config)
+        require_supported(config)
         pack = open_pack(config.model, lambda stage, done: None)
         group = Group.join(place, config.parallel, claims(config, pack))
         try:
@@ -100,7 +102,7 @@ def claims(config: EngineConfig, pack: Pack) -> dict[str, str]:
     }
 
 
-def require_divisible(config: EngineConfig) -> None:
+def require_supported(config: EngineConfig) -> None:
     """Refuse what a group cannot do yet."""
     if config.cache.disk_cache_folder is not None or config.cache.host_cache_bytes:
         raise ConfigError(
