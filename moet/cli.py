@@ -15,6 +15,7 @@ from pathlib import Path
 from moet import __version__, log
 from moet.bench.command import add_flags as add_bench_flags
 from moet.commands import COMMANDS
+from moet.config import POLICIES
 from moet.errors import CheckpointError, ConfigError, KernelError, MoetError
 
 
@@ -112,11 +113,23 @@ def _engine_flags(made: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     made.add_argument("--model", dest="model_flag", default=None, help=argparse.SUPPRESS)
     model = made.add_argument_group("model")
-    model.add_argument("--precision", choices=["w2", "fp4"], default="w2",
-                       help="routed experts: 2-bit, or FP4 as shipped")  # fmt: skip
+    model.add_argument("--precision", choices=list(POLICIES), default="w2",
+                       help="routed experts: 2-bit; FP4 as shipped; 2-bit, and FP4 for tokens that "
+                       "are uncertain (gate) or for the pack's hot experts")  # fmt: skip
     model.add_argument("--rounding", choices=["deployed", "none"], default="deployed",
                        help="round activations as the checkpoint was trained for")  # fmt: skip
     model.add_argument("--seed", type=int, default=0, help="for requests that bring none")
+    target = made.add_argument_group("device")
+    target.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto",
+                        help="where the model runs (default: a GPU if there is one)")  # fmt: skip
+    target.add_argument("--enforce-eager", action="store_true",
+                        help="launch each kernel instead of replaying graphs")  # fmt: skip
+    target.add_argument("--weights", choices=["checkpoint", "dummy"], default="checkpoint",
+                        help="dummy: random ones of MODEL's size, a config folder or a name as in "
+                        "make-checkpoint; for measuring speed")  # fmt: skip
+    target.add_argument("--dummy-seed", type=int, default=0, help=argparse.SUPPRESS)
+    target.add_argument("--dummy-skew", type=float, default=0.0, metavar="S",
+                        help="popularity of experts falls as rank to the -S")  # fmt: skip
     group = made.add_argument_group("several processes")
     group.add_argument("--tensor-parallel-size", "-tp", type=int, default=1, metavar="N",
                        help="ranks that share every layer: 1, 2 or 4")  # fmt: skip
@@ -124,11 +137,13 @@ def _engine_flags(made: argparse.ArgumentParser) -> None:
                        help="stages that hold some of the layers each")  # fmt: skip
     group.add_argument("--hang-timeout", type=float, default=15.0, metavar="SECONDS",
                        help="after which a rank without a sign of life ends all")  # fmt: skip
+    _expert_flags(made.add_argument_group("experts"))
     cache = made.add_argument_group("cache")
     cache.add_argument("--kv-cache-dtype", choices=["auto", "fp8", "nvfp4", "bf16", "fp32"],
                        default="auto", help="nvfp4: GLM-5.2 only")  # fmt: skip
     cache.add_argument("--kv-cache-memory", "--kv-cache-memory-bytes", type=num_bytes,
-                       default=256 << 20, metavar="SIZE", help="such as 4GiB")  # fmt: skip
+                       default=None, metavar="SIZE",
+                       help="such as 4GiB (default: what a GPU has left, or 256MiB)")  # fmt: skip
     cache.add_argument("--host-cache-memory", type=num_bytes, default=256 << 20, metavar="SIZE",
                        help="host memory for the pages of preempted requests")  # fmt: skip
     cache.add_argument("--snapshot-memory", type=num_bytes, default=64 << 20, metavar="SIZE",
@@ -235,6 +250,34 @@ def _convert(made: argparse.ArgumentParser) -> None:
                       "at conversion, with the error of each tensor in report.json")  # fmt: skip
 
 
+def _expert_flags(experts: argparse._ArgumentGroup) -> None:
+    experts.add_argument("--expert-pool", type=gib_or_auto, default=None, metavar="GIB|auto",
+                         help="device memory for experts; the rest stays in host memory and on "
+                         "disk, and answers are the same (default: all of them)")  # fmt: skip
+    experts.add_argument("--host-experts", type=gib_or_auto, default=None, metavar="GIB|auto",
+                         help="host memory for experts beside a pool (default: all)")  # fmt: skip
+    experts.add_argument("--disk-experts", action=argparse.BooleanOptionalAction, default=True,
+                         help="read from the pack what memory does not hold")  # fmt: skip
+    experts.add_argument("--static-experts", type=gib, default=0, metavar="GIB",
+                         help="of the pool, for rows that live nowhere else")  # fmt: skip
+    experts.add_argument("--precisions", type=policies, default=(), metavar="NAME,...",
+                         help="what requests may ask for beside --precision")  # fmt: skip
+    experts.add_argument("--fp4-pool", type=gib_or_auto, default=None, metavar="GIB|auto",
+                         help="as --expert-pool, for FP4 rows beside 2-bit ones")  # fmt: skip
+    experts.add_argument("--prefill-precision", choices=["policy", "w2", "fp4"], default="policy",
+                         help="of prompts (default: as the request's own policy)")  # fmt: skip
+    experts.add_argument("--gate-tau", type=float, default=0.6, metavar="P",
+                         help="gate: tokens of at most this probability are uncertain")  # fmt: skip
+    experts.add_argument("--expert-staging", type=gib, default=2 << 30, metavar="GIB",
+                         help="host memory that a prompt's experts pass through")  # fmt: skip
+    experts.add_argument("--expert-read-timeout", type=float, default=30.0, metavar="SECONDS",
+                         help="after which an expert on disk counts as unreadable")  # fmt: skip
+    experts.add_argument("--expert-heat", default=None, metavar="FILE",
+                         help="experts to begin with, kept from the last run")  # fmt: skip
+    experts.add_argument("--expert-trace", default=None, metavar="FILE",
+                         help="record what is asked for, for moet bench experts")  # fmt: skip
+
+
 def _plan(made: argparse.ArgumentParser) -> None:
     made.add_argument(
         "model", nargs="?", default=None, metavar="MODEL",
@@ -319,6 +362,20 @@ def num_bytes(text: str) -> int:
 def gib(text: str) -> int:
     """Parse a size in bytes: a number of GiB, or with another unit."""
     return num_bytes(f"{text}GiB" if text.replace(".", "", 1).isdigit() else text)
+
+
+def gib_or_auto(text: str) -> int | None:
+    """Parse a size as gib does, or "auto", which is None."""
+    return None if text == "auto" else gib(text)
+
+
+def policies(text: str) -> tuple[str, ...]:
+    """Parse names of precision policies, separated by commas."""
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    for name in names:
+        if name not in POLICIES:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(POLICIES)}")
+    return names
 
 
 def folder_and_gib(text: str) -> tuple[str, int]:

@@ -20,11 +20,13 @@ from moet import __version__
 from moet.config import (
     CacheConfig,
     EngineConfig,
+    ExpertConfig,
     KVDtype,
     ModelSettings,
     ParallelConfig,
     SchedulerConfig,
     ServerConfig,
+    TargetConfig,
     api_keys_from_environment,
     launched,
 )
@@ -300,7 +302,10 @@ def _engine(
     )
     config = EngineConfig(
         model=args.model or args.model_flag or "demo",
-        settings=ModelSettings(rounding=args.rounding, precision=args.precision),
+        settings=ModelSettings(
+            rounding=args.rounding, precision="fp4" if args.precision == "fp4" else "w2"
+        ),
+        experts=_expert_config(args),
         cache=CacheConfig(
             kv_dtype=_kv_dtype(args),
             budget_bytes=args.kv_cache_memory,
@@ -325,6 +330,13 @@ def _engine(
             adaptive_spec=args.adaptive_spec,
         ),
         parallel=parallel,
+        target=TargetConfig(
+            device=args.device,
+            weights=args.weights,
+            dummy_seed=args.dummy_seed,
+            dummy_skew=args.dummy_skew,
+            enforce_eager=args.enforce_eager,
+        ),
         seed=args.seed,
     )
     _be_rank(config)
@@ -336,10 +348,30 @@ def _engine(
         tensor_parallel=parallel.tensor,
         pipeline_parallel=parallel.pipeline,
         hang_timeout_s=parallel.hang_timeout_s,
+        target=config.target,
+        experts=config.experts,
         seed=args.seed,
         own_process=own_process,
         wait=wait,
         on_death=on_death,
+    )
+
+
+def _expert_config(args: argparse.Namespace) -> ExpertConfig:
+    return ExpertConfig(
+        policy=None if args.precision in ("w2", "fp4") else args.precision,
+        offered=tuple(name for name in args.precisions if name != args.precision),
+        tau=args.gate_tau,
+        prefill_precision=None if args.prefill_precision == "policy" else args.prefill_precision,
+        pool_bytes=args.expert_pool,
+        fp4_pool_bytes=args.fp4_pool,
+        host_bytes=args.host_experts,
+        static_bytes=args.static_experts,
+        disk=args.disk_experts,
+        staging_bytes=args.expert_staging,
+        read_timeout_s=args.expert_read_timeout,
+        heat_file=args.expert_heat,
+        trace_file=args.expert_trace,
     )
 
 

@@ -6,14 +6,18 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from moet.errors import ConfigError
 
 KVDtype = Literal["fp32", "bf16", "fp8", "nvfp4"]
 Precision = Literal["w2", "fp4"]
 Policy = Literal["w2", "gate", "fp4", "w2+hot"]
+POLICIES: tuple[Policy, ...] = get_args(Policy)
 Rounding = Literal["none", "deployed"]
+DeviceChoice = Literal["auto", "cpu", "cuda"]
+WeightsChoice = Literal["checkpoint", "dummy"]
+DEFAULT_PAGE_BYTES = 256 << 20  # of KV pages on the CPU reference
 MAX_SPEC_TOKENS = 8  # the draft blocks were trained for 1 to 5
 
 
@@ -40,7 +44,7 @@ class CacheConfig:
     """KV pages, resume snapshots and the prefix cache."""
 
     kv_dtype: KVDtype = "fp8"
-    budget_bytes: int = 256 << 20  # device bytes for pages
+    budget_bytes: int | None = None  # device bytes for pages; None: what a GPU has left
     host_budget_bytes: int = 256 << 20  # host bytes for the pages of preempted sequences
     snapshot_budget_bytes: int = 64 << 20  # resume snapshots of the prefix cache
     prefix_cache: Literal["on", "exact", "off"] = "on"  # "exact" keeps prefill-written pages only
@@ -61,8 +65,13 @@ class CacheConfig:
             "give --prefix-cache on or exact",
         )
         _require(
-            self.budget_bytes > 0, f"--kv-cache-memory is {self.budget_bytes}; it must be positive"
+            self.page_bytes > 0, f"--kv-cache-memory is {self.budget_bytes}; it must be positive"
         )
+
+    @property
+    def page_bytes(self) -> int:
+        """Device bytes for pages, where nothing plans them."""
+        return DEFAULT_PAGE_BYTES if self.budget_bytes is None else self.budget_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +109,12 @@ class ExpertConfig:
             self.read_timeout_s > 0,
             f"--expert-read-timeout is {self.read_timeout_s}; it must be positive",
         )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all rows of one format are on the device and every request gets the same."""
+        asks = self.policy or self.offered or self.prefill_precision or self.trace_file
+        return not (asks or self.has_tiers)
 
     @property
     def has_tiers(self) -> bool:
@@ -177,6 +192,28 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TargetConfig:
+    """Where the model runs, and whether its weights are those of a checkpoint.
+
+    device "auto": a GPU if there is one that kernels were built for. weights "dummy": random ones
+    of the size that config.json says, of a seed, some experts as much more popular as `dummy_skew`
+    says. enforce_eager: launch every kernel of a step anew instead of replaying captured graphs.
+    """
+
+    device: DeviceChoice = "auto"
+    weights: WeightsChoice = "checkpoint"
+    dummy_seed: int = 0
+    dummy_skew: float = 0.0
+    enforce_eager: bool = False
+
+    def __post_init__(self) -> None:
+        _require(
+            0 <= self.dummy_skew <= 4,
+            f"--dummy-skew is {self.dummy_skew}; it must be from 0 to 4",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
     """Everything the engine core needs to build itself: a model folder (checkpoint or pack)."""
 
@@ -186,6 +223,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     experts: ExpertConfig = field(default_factory=ExpertConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    target: TargetConfig = field(default_factory=TargetConfig)
     seed: int = 0  # for requests that bring none
 
 

@@ -23,6 +23,7 @@ from moet.models.base import DraftingModel, ExpertProvider, KVCacheSpec, Model
 from moet.runtime.batch import Batch, StepResult
 from moet.runtime.device_runner import DeviceModel, DeviceRunner, PendingBatch, Placement
 from moet.runtime.experts.precision import PrecisionSet
+from moet.runtime.experts.serving import ServedExperts
 from moet.runtime.grammar_check import check_grammar
 from moet.runtime.grammar_compiler import CompileJob, GrammarCompiler
 from moet.runtime.kv_cache import KVCache, resume_bytes
@@ -59,6 +60,7 @@ class EngineCore:
     from the calling thread, and with `overlap` one more is when the results of one are read.
 
     precisions: what requests may choose from; None: `experts`, under the name of `precision`.
+    served: brings precisions, books and what may be changed about them; it is closed at the end.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class EngineCore:
         expert_stats: Callable[[], ExpertStats] = lambda: ExpertStats(layers=[]),
         placement: Placement | None = None,
         precisions: PrecisionSet | None = None,
+        served: ServedExperts | None = None,
     ) -> None:
         spec = model.kv_cache_spec()
         num_seqs = scheduler.max_num_seqs
@@ -84,7 +87,7 @@ class EngineCore:
                 f"--spec-tokens is {scheduler.num_spec_tokens}; it must be below the page size, "
                 f"{spec.page_size} tokens"
             )
-        num_pages = cache.budget_bytes // max(spec.bytes_per_page, 1)
+        num_pages = cache.page_bytes // max(spec.bytes_per_page, 1)
         window = _window(model, spec, cache, scheduler, num_pages)
         snapshot_bytes = resume_bytes(spec)
         keeps_snapshots = snapshot_bytes > 0 and cache.prefix_cache != "off"
@@ -98,6 +101,10 @@ class EngineCore:
             num_snapshots=(cache.snapshot_budget_bytes // snapshot_bytes if keeps_snapshots else 0),
             device="cpu" if placement is None else str(placement.queue.device),
         )
+        self._served = served
+        if served is not None:
+            experts, expert_stats = served.precisions.drafting, served.stats
+            precisions = served.precisions
         self.expert_stats = expert_stats
         self._precisions = precisions or PrecisionSet.single(experts, precision)
         self._counters = Counters()
@@ -367,6 +374,16 @@ class EngineCore:
         """Forget every page that no sequence holds, and find none of the others again."""
         self._scheduler.memory.clear_cache()
 
+    def tune_experts(self, *, tau: float | None, pool_bytes: int | None) -> None:
+        """Change the gate's tau or the expert pool, once the steps in flight are over.
+
+        Raises RequestError; nothing has changed then.
+        """
+        if self._served is None:
+            raise RequestError("this engine's experts have nothing that may be changed")
+        wait([future for _, future in self._in_flight if isinstance(future, Future)])
+        self._served.tune(tau=tau, pool_bytes=pool_bytes)
+
     def shutdown(self) -> None:
         """Abort what is open, wait for the steps in flight and stop; events are dropped."""
         for request_id in [*self._compiling, *self._scheduler.sequences]:
@@ -375,6 +392,8 @@ class EngineCore:
             self.step()
         if self._thread is not None:
             self._thread.shutdown()
+        if self._served is not None:
+            self._served.close()
         if self._grammars is not None:
             self._grammars.close()
         self._scheduler.memory.close()
@@ -531,7 +550,7 @@ def _window(
         bytes_needed = -(-needed // spec.page_size) * spec.bytes_per_page
         raise ConfigError(
             f"a sequence of {needed} tokens needs {bytes_needed} bytes of pages; "
-            f"--kv-cache-memory gives {cache.budget_bytes}, enough for {room} tokens. Raise "
+            f"--kv-cache-memory gives {cache.page_bytes}, enough for {room} tokens. Raise "
             "--kv-cache-memory or lower --max-model-len"
         )
     return min(model.max_position_embeddings, room) if wanted is None else wanted

@@ -21,9 +21,11 @@ import msgspec
 from moet.config import (
     CacheConfig,
     EngineConfig,
+    ExpertConfig,
     ModelSettings,
     ParallelConfig,
     SchedulerConfig,
+    TargetConfig,
 )
 from moet.errors import MoetError, OverloadedError, RequestError
 from moet.runtime.grammar_check import check_grammar
@@ -34,7 +36,7 @@ from moet.runtime.process import ProcessHost
 from moet.runtime.router import Generation as Generation
 from moet.runtime.router import Merge, Router
 from moet.runtime.sampling_params import check_precision, validate_params
-from moet.runtime.text_side import TextSide, model_folder
+from moet.runtime.text_side import TextSide, text_folder
 from moet.types import GrammarSpec, Request, SamplingParams, TokenEvent
 
 logger = logging.getLogger(__name__)
@@ -57,6 +59,9 @@ class Engine:
     raise OverloadedError until `state` is "ready".
     tensor_parallel, pipeline_parallel: processes that share each layer, and stages that hold some
     of the layers each; the others are started here and live no longer than this engine.
+    target: where the model runs; with dummy weights, `model` is a folder with a config.json or a
+    name such as "deepseek-v4-flash".
+    experts: where routed experts live, and which precisions requests may ask for.
     hang_timeout_s: after which one that gives no sign of life ends all.
 
     Raises ConfigError or CheckpointError if the model cannot be served.
@@ -72,6 +77,8 @@ class Engine:
         tensor_parallel: int = 1,
         pipeline_parallel: int = 1,
         hang_timeout_s: float = 15.0,
+        target: TargetConfig | None = None,
+        experts: ExpertConfig | None = None,
         seed: int = 0,
         own_process: bool = False,
         wait: bool = True,
@@ -85,11 +92,13 @@ class Engine:
             parallel=ParallelConfig(
                 tensor=tensor_parallel, pipeline=pipeline_parallel, hang_timeout_s=hang_timeout_s
             ),
+            target=target or TargetConfig(),
+            experts=experts or ExpertConfig(),
             seed=seed,
         )
         build = partial(_load_core, config)
         host = ProcessHost(build) if own_process else ThreadHost(build)
-        self._set_up(model, host, lambda: TextSide.from_folder(model_folder(model)), on_death)
+        self._set_up(model, host, lambda: TextSide.from_folder(text_folder(config)), on_death)
         if wait:
             self.wait_until_ready()
 
@@ -361,9 +370,28 @@ class Engine:
         """The core's counters, taken between two steps."""
         return await self._between_steps(self._host.stats())
 
-    async def aexpert_stats(self) -> ExpertStats:
-        """Where the experts are and how often they were asked for, taken between two steps."""
-        return await self._between_steps(self._host.expert_stats())
+    def tune_experts(
+        self,
+        *,
+        tau: float | None = None,
+        pool_bytes: int | None = None,
+        timeout_s: float = 60.0,
+    ) -> ExpertStats:
+        """Change the gate's tau, or the bytes of the expert pool, without a restart.
+
+        Raises RequestError where that cannot be; nothing has changed then.
+        """
+        return self._host.expert_stats(tau=tau, pool_bytes=pool_bytes).result(timeout_s)
+
+    async def aexpert_stats(
+        self, *, tau: float | None = None, pool_bytes: int | None = None
+    ) -> ExpertStats:
+        """Where the experts are and how often they were asked for, taken between two steps.
+
+        What is given is changed before, as by tune_experts.
+        """
+        asked = self._host.expert_stats(tau=tau, pool_bytes=pool_bytes)
+        return await self._between_steps(asked)
 
     async def _between_steps(self, answer: Future[T]) -> T:
         """Wait for the core's answer, unless a step keeps it from giving one."""

@@ -60,6 +60,7 @@ class Core(Protocol):
     def step(self) -> list[TokenEvent]: ...
     def stats(self) -> CoreStats: ...
     def expert_stats(self) -> ExpertStats: ...
+    def tune_experts(self, *, tau: float | None, pool_bytes: int | None) -> None: ...
     def activity(self) -> str: ...
     def info(self) -> CoreInfo: ...
     def check(self) -> None: ...
@@ -135,6 +136,8 @@ def _obey(
         elif isinstance(command, Ask):
             emit(Answer(command.ticket, core.stats()))
         else:
+            if command.tau is not None or command.pool_bytes is not None:
+                core.tune_experts(tau=command.tau, pool_bytes=command.pool_bytes)
             emit(ExpertAnswer(command.ticket, core.expert_stats()))
     except Exception as error:  # a refusal belongs to the one who asked
         emit(Refused(command.ticket, ErrorInfo.of(error)))
@@ -210,12 +213,17 @@ class Host:
         self._send(Ask(ticket))
         return future
 
-    def expert_stats(self) -> Future[ExpertStats]:
-        """Where the experts are and how often they were asked for, taken between two steps."""
+    def expert_stats(
+        self, *, tau: float | None = None, pool_bytes: int | None = None
+    ) -> Future[ExpertStats]:
+        """Where the experts are and how often they were asked for, taken between two steps.
+
+        What is given is changed before; see EngineCore.tune_experts.
+        """
         with self._lock:
             self._require_alive()
             ticket, future = self._new_ticket("")
-        self._send(AskExperts(ticket))
+        self._send(AskExperts(ticket, tau, pool_bytes))
         return future
 
     def close(self, timeout_s: float = 10.0) -> None:

@@ -10,7 +10,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ import psutil
 
 from moet.config import EngineConfig, ModelSettings, cache_dir
 from moet.errors import ConfigError
+from moet.kernels.device_gemm import Device
 from moet.kernels.layout import LAYOUT_VERSION
 from moet.models import load_model
-from moet.models.base import ExpertProvider
+from moet.models.base import ExpertProvider, Model
 from moet.models.checkpoint import Checkpoint
 from moet.models.config_json import read_config
 from moet.models.convert import convert
@@ -33,13 +34,16 @@ from moet.models.progress import Progress as ByteProgress
 from moet.models.sharding import WHOLE, Shard
 from moet.models.synthetic import write_checkpoint
 from moet.runtime.core import EngineCore
+from moet.runtime.device_start import load_dummy, load_pack, place, plan_device, settle_device
+from moet.runtime.experts.serving import ServedExperts, resident_store
 from moet.runtime.experts.store import ResidentExpertStore
 from moet.runtime.experts.usage import CountedExperts
 from moet.runtime.grammar_compiler import GrammarCompiler
 from moet.runtime.host import Progress
 from moet.runtime.memory import require_fit
+from moet.runtime.metrics import ExpertStats
 from moet.runtime.parallel.experts import rank_experts
-from moet.runtime.text_side import DEMO, model_folder
+from moet.runtime.text_side import DEMO, model_folder, text_folder
 from moet.runtime.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -49,14 +53,73 @@ LOG_INTERVAL_S = 5.0
 
 def load_core(config: EngineConfig, progress: Progress) -> EngineCore:
     """Build the core that a config asks for, making its pack first if there is none."""
-    known = model_folder(config.model) / "config.json"
-    if known.is_file():  # or else it is the demo, which is not made yet
-        _require_memory(config, read_config(known))
+    known = text_folder(config) / "config.json"
+    raw_config = read_config(known) if known.is_file() else None  # or the demo is not made yet
+    config, gpu = settle_device(config, raw_config)
+    if config.target.weights == "dummy":
+        return _dummy_core(config, raw_config, gpu, progress)
+    if gpu is not None:
+        return _device_core(config, gpu, progress)
+    if raw_config is not None:
+        _require_memory(config, raw_config)
     if config.parallel.num_ranks > 1:
         from moet.runtime.parallel.start import load_leading_core  # which builds its core here
 
         return load_leading_core(config, progress)
     return build_core(config, open_pack(config.model, progress), progress)
+
+
+def _dummy_core(
+    config: EngineConfig,
+    raw_config: Mapping[str, Any] | None,
+    gpu: Device | None,
+    progress: Progress,
+) -> EngineCore:
+    """A core whose weights are random, made on a GPU."""
+    if gpu is None:
+        raise ConfigError(
+            "--weights dummy makes a model of full size on a GPU, and the model would run on the "
+            "CPU here; moet make-checkpoint writes small ones for it"
+        )
+    if raw_config is None:
+        raise ConfigError(f"{config.model} has no config.json that says how large to be")
+    config, _ = plan_device(config, raw_config, gpu)
+    model, experts = load_dummy(config, raw_config, gpu, progress)
+    identity = {"dummy": asdict(config.target), "config": raw_config}
+    return _core_on(config, gpu, model, experts, json.dumps(identity, sort_keys=True), progress)
+
+
+def _device_core(config: EngineConfig, gpu: Device, progress: Progress) -> EngineCore:
+    """A core over a pack, on a GPU."""
+    pack = open_pack(config.model, progress)
+    config, _ = plan_device(config, pack.config, gpu)
+    model, experts = load_pack(config, pack, gpu, progress)
+    return _core_on(config, gpu, model, experts, _kv_identity(pack, config), progress)
+
+
+def _core_on(
+    config: EngineConfig,
+    gpu: Device,
+    model: Model,
+    experts: ExpertProvider,
+    kv_identity: str,
+    progress: Progress,
+) -> EngineCore:
+    tokenizer = Tokenizer.from_folder(text_folder(config))
+    core = EngineCore(
+        model,
+        experts,
+        cache=config.cache,
+        scheduler=config.scheduler,
+        precision=config.settings.precision,
+        vocab_size=min(tokenizer.vocab_size, model.vocab_size),
+        seed=config.seed,
+        grammars=GrammarCompiler(lambda: tokenizer, model.vocab_size),
+        kv_identity=kv_identity,
+        placement=place(config, gpu),
+    )
+    progress("ready", 1.0)
+    return core
 
 
 def build_core(
@@ -78,7 +141,14 @@ def build_core(
         config.scheduler.num_spec_tokens,
         shard=shard,
     )
-    experts, counted = _experts(pack, config.settings, progress, shard)
+    served: ServedExperts | None = None
+    stats: Callable[[], ExpertStats]
+    if config.experts.is_plain:
+        experts, counted = _experts(pack, config.settings, progress, shard)
+        stats = counted.stats
+    else:
+        served = _served(pack, config, progress, shard)
+        experts, stats = served.precisions.drafting, served.stats
     tokenizer = Tokenizer.from_folder(model_folder(config.model))
     progress("ready", 1.0)
     return kind(
@@ -90,9 +160,24 @@ def build_core(
         vocab_size=min(tokenizer.vocab_size, model.vocab_size),
         seed=config.seed,
         grammars=GrammarCompiler(lambda: tokenizer, model.vocab_size),
-        expert_stats=counted.stats,
-        kv_identity=_kv_identity(pack, config),
+        expert_stats=stats,
+        kv_identity=_kv_identity(pack, config) + (served.identity if served else ""),
+        served=served,
     )
+
+
+def _served(pack: Pack, config: EngineConfig, progress: Progress, shard: Shard) -> ServedExperts:
+    """Experts in tiers, or of several precisions."""
+    if not shard.is_alone:
+        raise ConfigError(
+            f"{shard.size} ranks each hold all of their experts as yet; leave out --expert-pool "
+            "and --precisions, or -tp"
+        )
+
+    def tell(done: int, total: int) -> None:
+        progress("experts", done / max(total, 1))
+
+    return ServedExperts(pack, config, tell, resident_store(pack, tell))
 
 
 def _kv_identity(pack: Pack, config: EngineConfig) -> str:

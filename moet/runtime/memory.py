@@ -12,6 +12,7 @@ from typing import Any
 from moet.config import EngineConfig
 from moet.errors import ConfigError
 from moet.models.footprint import Footprint, footprint
+from moet.runtime.experts.serving import formats_of, sizes_of
 from moet.runtime.hardware import GIB, Hardware, this_host
 from moet.runtime.plan_types import SHORT_CONTEXT, ExpertPlan, KVPlan, Plan, PlanSettings
 
@@ -46,11 +47,25 @@ def require_fit(config: EngineConfig, raw_config: Mapping[str, Any], available_b
         max_model_len=scheduler.max_model_len,
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
-        kv_cache_bytes=cache.budget_bytes,
+        kv_cache_bytes=cache.page_bytes,
         host_cache_bytes=cache.host_budget_bytes + cache.host_cache_bytes,
+        num_expert_rows=_expert_rows(config, model),
         snapshot_bytes=0 if cache.prefix_cache == "off" else cache.snapshot_budget_bytes,
     )
     return plan(model, this_host(available_bytes), chosen)
+
+
+def _expert_rows(config: EngineConfig, model: Footprint) -> int | None:
+    """Rows in memory at once on the CPU reference, counted in those of ModelSettings.precision."""
+    if config.experts.is_plain:
+        return None
+    total, unit = 0, model.row_bytes[config.settings.precision]
+    for tier in formats_of(config):
+        row_bytes, rows = model.row_bytes[tier], model.num_pack_rows
+        sizes = sizes_of(config, tier, row_bytes=row_bytes, num_rows=rows, top_k=model.top_k)
+        held = rows if sizes is None else sizes.num_slots + sizes.num_places
+        total += held * row_bytes
+    return -(-total // unit)
 
 
 class _Planner:
@@ -68,6 +83,8 @@ class _Planner:
         self.whole_row = model.row_bytes[settings.precision]
         self.row = self.whole_row // ranks
         self.num_rows = model.num_rows if self.has_tiers else model.num_pack_rows
+        if not self.has_tiers and settings.num_expert_rows is not None:
+            self.num_rows = settings.num_expert_rows
         self.page = model.kv.bytes_per_page
         self.page_size = model.kv.page_size
         self.fixed = self._fixed_bytes()
@@ -310,6 +327,7 @@ class _Planner:
         if self.has_tiers:
             found.append("more or larger cards (--gpu)")
         else:
+            found.append("--expert-pool and --host-experts, so that experts come from disk")
             found.append("a machine with more memory")
         return found
 

@@ -87,7 +87,11 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
 
 
 class AskExperts(msgspec.Struct, frozen=True, tag=True):
+    """What is not None is changed first."""
+
     ticket: int
+    tau: float | None = None
+    pool_bytes: int | None = None
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):

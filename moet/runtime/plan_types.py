@@ -26,6 +26,7 @@ class PlanSettings:
     kv_cache_bytes: int | None = None
     host_cache_bytes: int = 256 << 20
     snapshot_bytes: int = 64 << 20
+    num_expert_rows: int | None = None  # in memory at once, of the CPU reference; None: all
 
 
 class ExpertPlan(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,7 +27,7 @@ from moet.server.request_ids import RequestIds
 from moet.server.responses import InputTokensRequest, ResponsesRequest
 from moet.server.schema import openapi
 from moet.server.served import Served
-from moet.server.status import Status
+from moet.server.status import ExpertTuning, Status
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -40,6 +40,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/responses/input_tokens": InputTokensRequest,
     "/tokenize": Tokenize,
     "/detokenize": Detokenize,
+    "/moe/settings": ExpertTuning,
 }
 
 
@@ -72,6 +73,7 @@ def create_app(engine: Engine, config: ServerConfig) -> FastAPI:
         "/v1/responses/input_tokens": api.input_tokens,
         "/tokenize": api.tokenize,
         "/detokenize": api.detokenize,
+        "/moe/settings": status.tune_experts,
     }
     gets: dict[str, Handler] = {
         "/v1/models": status.models,

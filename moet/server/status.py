@@ -13,8 +13,18 @@ from starlette.responses import Response
 from moet import __version__
 from moet.errors import EngineDeadError
 from moet.server import metrics
+from moet.server.body import BodyReader
 from moet.server.errors import HttpError
 from moet.server.served import Served, json_response
+
+GIB = 1 << 30
+
+
+class ExpertTuning(msgspec.Struct, kw_only=True):
+    """POST /moe/settings. expert_pool_gib: device memory for experts of the default precision."""
+
+    tau: float | None = None
+    expert_pool_gib: float | None = None
 
 
 class Status:
@@ -22,6 +32,7 @@ class Status:
 
     def __init__(self, served: Served) -> None:
         self.served = served
+        self.bodies = BodyReader(served.config.max_body_bytes)
         self.engine = served.engine
 
     async def models(self, request: Request) -> Response:
@@ -98,6 +109,13 @@ class Status:
     async def experts(self, request: Request) -> Response:
         """Where the routed experts are, and how many rows each has had, by layer."""
         return json_response(msgspec.to_builtins(await self.engine.aexpert_stats()))
+
+    async def tune_experts(self, request: Request) -> Response:
+        """Change the gate's tau or the expert pool between two steps; answers as /moe/stats."""
+        body = await self.bodies.read(request, ExpertTuning, {})
+        pool_bytes = None if body.expert_pool_gib is None else int(body.expert_pool_gib * GIB)
+        stats = await self.engine.aexpert_stats(tau=body.tau, pool_bytes=pool_bytes)
+        return json_response(msgspec.to_builtins(stats))
 
     async def version(self, request: Request) -> Response:
         return json_response({"version": __version__})

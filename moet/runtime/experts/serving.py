@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from moet.config import EngineConfig, ExpertConfig, Policy, cache_dir
-from moet.errors import ConfigError
+from moet.errors import CapacityError, RequestError
 from moet.models.base import ExpertProvider
 from moet.models.expert_encoder import TIERS, Tier
 from moet.models.moe import UnpackedExperts
@@ -129,26 +129,12 @@ class ServedExperts:
     def tune(self, *, tau: float | None = None, pool_bytes: int | None = None) -> None:
         """Change what may change while a server runs; between steps.
 
-        pool_bytes: of the default policy's format. Raises ConfigError or CapacityError, changing
-        nothing.
+        pool_bytes: of the default policy's format. Raises RequestError, changing nothing.
         """
         if tau is not None and not 0 <= tau <= 1:
-            raise ConfigError(f"tau is {tau}; it must be from 0 to 1")
+            raise RequestError(f"tau is {tau}; it must be from 0 to 1", param="tau")
         if pool_bytes is not None:
-            if not self.stores:
-                raise ConfigError(
-                    "all experts are on the device, so that there is no pool to resize; start "
-                    "with --expert-pool"
-                )
-            store = self.stores[0]
-            num_slots = min(store.experts.num_rows, pool_bytes // store.form.row_bytes)
-            least = store.device.num_static + int(self._pack.config["num_experts_per_tok"])
-            if num_slots < least:
-                raise ConfigError(
-                    f"a pool of {pool_bytes} bytes has {num_slots} slots; {least} are needed, "
-                    f"{least * store.form.row_bytes} bytes"
-                )
-            store.resize(num_slots)
+            self._resize(pool_bytes)
         if tau is not None:
             self.precisions.tau = tau
 
@@ -160,6 +146,24 @@ class ServedExperts:
             store.close()
         if self._recorded is not None:
             self._recorded.close()
+
+    def _resize(self, pool_bytes: int) -> None:
+        if not self.stores:
+            message = "all experts are on the device: there is no pool; start with --expert-pool"
+            raise RequestError(message, param="expert_pool")
+        store = self.stores[0]
+        num_slots = min(store.experts.num_rows, pool_bytes // store.form.row_bytes)
+        least = store.device.num_static + int(self._pack.config["num_experts_per_tok"])
+        if num_slots < least:
+            raise RequestError(
+                f"a pool of {pool_bytes} bytes has {num_slots} slots; {least} are needed, "
+                f"{least * store.form.row_bytes} bytes",
+                param="expert_pool",
+            )
+        try:
+            store.resize(num_slots)
+        except CapacityError as error:
+            raise RequestError(str(error), param="expert_pool") from None
 
     def _open(
         self, config: EngineConfig, tier: Tier, progress: Progress, resident: Resident
