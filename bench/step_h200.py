@@ -16,7 +16,7 @@ import gc
 import logging
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -37,6 +37,7 @@ from moet.models.dummy import DummyOptions
 from moet.models.synthetic import MODEL_NAME
 from moet.runtime.core import EngineCore
 from moet.runtime.device_runner import Placement
+from moet.runtime.device_sampler import Kind
 from moet.runtime.dummy import DummyModel, dummy_model, open_device, preset_config
 from moet.runtime.queues import CudaGraphs, CudaQueue, uncaptured
 from moet.types import Request, SamplingParams, TokenEvent
@@ -45,6 +46,7 @@ RESULTS = Path(__file__).parent / "results" / "step.json"
 GIB = 1 << 30
 CONTEXT = 1024
 SKEW, SEED = 0.5, 0
+NUM_DRAFTS = 2
 # streams, rows of each: floor and target in ms.
 DECODE = {(1, 1): (2.1, 3.5), (1, 3): (2.9, 4.7), (8, 1): (4.6, 7.5), (32, 1): (10.8, 18.0)}
 LONG = {131072: 1.15, 524288: 1.4}  # context: most that a step may take, against CONTEXT
@@ -110,9 +112,12 @@ class Bench:
         write(self.out, content)
 
 
-def decode_rows(bench: Bench, rig: DeviceRig, num_steps: int) -> dict[tuple[int, int], StepTimes]:
+Found = dict[tuple[int, int], StepTimes]
+
+
+def decode_rows(bench: Bench, rig: DeviceRig, num_steps: int) -> Found:
     """Steps by streams and rows, at the usual context."""
-    found = {}
+    found: Found = {}
     for (num_seqs, num_rows), (floor, target) in DECODE.items():
         case = f"decode, {num_seqs} streams, {num_rows} rows, context {CONTEXT}"
         with bench.part(case):
@@ -123,6 +128,30 @@ def decode_rows(bench: Bench, rig: DeviceRig, num_steps: int) -> dict[tuple[int,
             bench.add(case, times.step_ms, "ms/step", floor=floor, target=target, note=note)
             bench.add(f"gap between steps, {case}", times.gap_us, "us", floor=0, target=20)
     return found
+
+
+def draft_rows(bench: Bench, rig: DeviceRig, streams: Sequence[int], num_steps: int) -> None:
+    """Whole steps that verify two drafts and make two."""
+    for num_seqs in streams:
+        case = f"whole step with 2 drafts, {num_seqs} streams, context {CONTEXT}"
+        with bench.part(case):
+            shape = Shape(num_seqs=num_seqs, num_rows=1 + NUM_DRAFTS, context=CONTEXT)
+            times = rig.time_steps(shape, num_steps, drafts=True)
+            floor, target = (3.5, 5.75) if num_seqs == 1 else (None, None)
+            note = f"period {times.period_ms:.3f} ms; launching takes {times.host_us:.0f} us"
+            bench.add(case, times.step_ms, "ms/step", floor=floor, target=target, note=note)
+
+
+def sampling_rows(bench: Bench, rig: DeviceRig, found: Found, num_steps: int) -> None:
+    """What a step takes more if its sequences are sampled, by what they ask for."""
+    for num_seqs in (1, 32):
+        for kind in (Kind.PLAIN, Kind.RANKED, Kind.FULL):
+            case = f"sampling of kind {kind.name}, {num_seqs} streams"
+            with bench.part(case):
+                shape = Shape(num_seqs=num_seqs, num_rows=1, context=CONTEXT)
+                taken_ms = rig.time_steps(shape, num_steps, kind=kind).step_ms
+                more_us = 1e3 * (taken_ms - found[num_seqs, 1].step_ms)
+                bench.add(case, more_us, "us/step", note="more than the likeliest token takes")
 
 
 def long_rows(bench: Bench, rig: DeviceRig, base_ms: float, num_steps: int) -> None:
@@ -288,7 +317,7 @@ def main() -> None:
     raw = preset_config(MODEL_NAME, "full", args.layers)
     with watching(recorder.watch):
         options = DummyOptions(seed=SEED, skew=SKEW)
-        made = dummy_model(raw, settings, device, num_spec_tokens=2, options=options)
+        made = dummy_model(raw, settings, device, num_spec_tokens=NUM_DRAFTS, options=options)
     torch.cuda.synchronize()
     bench = Bench(
         args.out,
@@ -316,14 +345,17 @@ def main() -> None:
             num_rows=max(rows for _, rows in DECODE),
             longest=max(longest, 8192),
             others=CONTEXT,
+            num_drafts=NUM_DRAFTS,
         )
         rig.fill()
     if rig is None:
         return
     found = decode_rows(bench, rig, args.steps)
+    draft_rows(bench, rig, [1] if args.quick else [1, 8, 32], args.steps)
     prompt_rows(bench, rig, {8192: PROMPT_RATE}, 8192)
     prompt_rows(bench, rig, {8192: None}, 2048)
     op_rows(bench, rig, recorder, Shape(num_seqs=1, num_rows=1, context=CONTEXT))
+    sampling_rows(bench, rig, found, 8)
     if not args.quick:
         for shape in ((1, 3), (32, 1)):
             one = Shape(num_seqs=shape[0], num_rows=shape[1], context=CONTEXT)

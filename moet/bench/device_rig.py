@@ -47,6 +47,7 @@ class DeviceRig:
     """Sequence 0 may be longer than the others.
 
     longest, others: tokens of context that sequence 0 and each of the others have room for.
+    num_drafts: of steps that draft; the model was built for as many.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class DeviceRig:
         num_rows: int,
         longest: int,
         others: int,
+        num_drafts: int = 0,
     ) -> None:
         spec = model.kv_cache_spec()
         self.model, self.placement, self.page_size = model, placement, spec.page_size
@@ -100,6 +102,8 @@ class DeviceRig:
             capture=placement.capture,
             fault=placement.fault,
             arch=placement.arch,
+            draft_model=model if num_drafts else None,
+            num_drafts=num_drafts,
         )
         self.chunks = ChunkRunner(
             model,
@@ -128,19 +132,37 @@ class DeviceRig:
                         tensor = self.kv.tensors[group.name]
                         tensor[:, pages[0] : pages[-1] + 1] = tensor[:, pages[0]].unsqueeze(1)
 
-    def time_steps(self, shape: Shape, num_steps: int) -> StepTimes:
-        """Time decode steps, each launched while the one before it runs."""
+    def time_steps(
+        self,
+        shape: Shape,
+        num_steps: int,
+        *,
+        drafts: bool = False,
+        kind: Kind = Kind.GREEDY,
+    ) -> StepTimes:
+        """Time decode steps, each launched while the one before it runs.
+
+        drafts: they also propose tokens for the next one. kind: what their sequences ask for.
+        """
         slots = range(shape.num_seqs)
-        graph = self.graphs.shape_for(shape.num_seqs, shape.num_rows, shape.context + SPARE_TOKENS)
-        self.graphs.capture(graph, kinds=())
-        drafts = [self._tokens(shape.num_rows) for _ in slots]
+        reach = shape.context + SPARE_TOKENS
+        graph = self.graphs.shape_for(shape.num_seqs, shape.num_rows, reach, drafts=drafts)
+        self.graphs.capture(graph, kinds=(kind,))
+        wanted = self.graphs.num_drafts if drafts else -1
+        given = [self._tokens(shape.num_rows) for _ in slots]
         pending: deque[PendingStep] = deque()
         done: list[PendingStep] = []
         launches_s = []
         for n in range(WARM_STEPS + num_steps):
             start = shape.context + n * shape.num_rows
             rows = [
-                StepRow(slot, start, None if shape.num_rows == 1 else drafts[slot])
+                StepRow(
+                    slot,
+                    start,
+                    None if shape.num_rows == 1 else given[slot],
+                    kind,
+                    num_to_draft=wanted,
+                )
                 for slot in slots
             ]
             began_s = perf_counter()

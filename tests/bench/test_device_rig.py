@@ -42,6 +42,7 @@ def rig(loaded: Rig) -> DeviceRig:
         num_rows=3,
         longest=600,
         others=300,
+        num_drafts=2,
     )
     rig.fill()
     return rig
@@ -61,6 +62,13 @@ def test_steps_run_and_give_times(rig: DeviceRig, num_seqs: int, num_rows: int) 
     times = rig.time_steps(Shape(num_seqs=num_seqs, num_rows=num_rows, context=290), 2)
     assert times.step_ms > 0
     assert times.period_ms > 0
+    rig.graphs.check()
+
+
+def test_steps_may_draft(rig: DeviceRig) -> None:
+    shape = Shape(num_seqs=2, num_rows=3, context=290)
+    assert rig.time_steps(shape, 2, drafts=True).step_ms > 0
+    assert rig.graphs.shape_for(2, 3, 300, drafts=True).drafts
     rig.graphs.check()
 
 
