@@ -24,6 +24,7 @@ from moet.models.glm_moe_dsa_config import ARCHITECTURE as GLM
 from moet.models.pack import Pack
 from moet.runtime.device_runner import Placement
 from moet.runtime.dummy import dummy_model, open_device, used_layers
+from moet.runtime.experts.gpu import open_cached
 from moet.runtime.experts.load import pack_experts
 from moet.runtime.hardware import GIB, Hardware, hardware
 from moet.runtime.host import Progress
@@ -69,6 +70,11 @@ def _obstacle(config: EngineConfig, raw_config: Mapping[str, Any] | None) -> str
         return f"--kv-cache-dtype {config.cache.kv_dtype} is the CPU reference's; a GPU keeps fp8"
     if config.parallel.num_ranks > 1:
         return "several ranks run on the CPU reference only so far"
+    if not replace(config.experts, pool_bytes=None).is_plain:
+        return (
+            "policies other than w2 and fp4, prompts of another precision, an FP4 pool and traces "
+            "are the CPU reference's so far"
+        )
     if config.scheduler.num_spec_tokens > 0:
         return "drafts run on the CPU reference only so far; use --spec-tokens 0 on a GPU"
     if raw_config is not None and (raw_config.get("architectures") or [None])[0] == GLM:
@@ -98,12 +104,12 @@ def plan_device(
         snapshot_bytes=0 if cache.prefix_cache == "off" else cache.snapshot_budget_bytes,
     )
     made = plan(model, this_gpu(gpu.torch_device), chosen)
-    if not made.resident:
+    if not made.resident and made.experts.num_host < made.experts.num_rows:
         need = made.experts.num_rows * made.experts.row_bytes / GIB
         raise ConfigError(
-            f"{made.hardware}: the {config.settings.precision} experts are {need:.1f} GiB and do "
-            "not all fit beside the rest; lower --max-model-len, --kv-cache-memory or "
-            "--max-num-seqs, choose --precision w2, or run with --device cpu"
+            f"{made.hardware}: the {config.settings.precision} experts are {need:.1f} GiB and fit "
+            "neither beside the rest nor into host memory; lower --max-model-len, "
+            "--kv-cache-memory or --max-num-seqs, choose --precision w2, or run with --device cpu"
         )
     num_bytes = made.kv.num_pages * model.kv.bytes_per_page
     window = scheduler.max_model_len or made.kv.max_model_len
@@ -138,10 +144,28 @@ def this_gpu(device: torch.device) -> Hardware:
     )
 
 
+def num_expert_slots(config: EngineConfig, made: Plan) -> int | None:
+    """Slots of the expert pool; None if every expert is to be on the GPU for good.
+
+    Raises ConfigError if a layer of a prompt would not fit.
+    """
+    pool_bytes, experts = config.experts.pool_bytes, made.experts
+    if pool_bytes is None:
+        return None if made.resident else experts.num_static + experts.num_cached
+    num_slots = pool_bytes // experts.row_bytes
+    least = made.experts.num_layer_rows
+    if num_slots < least:
+        raise ConfigError(
+            f"--expert-pool gives {num_slots} slots of {experts.row_bytes} bytes; a prompt asks "
+            f"for up to {least} experts of a layer: give it {least * experts.row_bytes / GIB:.2f}"
+        )
+    return None if num_slots >= experts.num_rows and made.resident else num_slots
+
+
 def load_pack(
-    config: EngineConfig, pack: Pack, gpu: Device, progress: Progress
+    config: EngineConfig, pack: Pack, gpu: Device, progress: Progress, num_slots: int | None = None
 ) -> tuple[Model, ExpertProvider]:
-    """A pack's weights on the GPU, every expert resident."""
+    """A pack's weights on the GPU. num_slots: of experts, the rest in host memory; None: all."""
     progress("weights", 0.0)
     num_spec_tokens = config.scheduler.num_spec_tokens
     model = load_model(
@@ -150,6 +174,16 @@ def load_pack(
     layers = used_layers(
         pack.experts.layers, int(pack.config["num_hidden_layers"]), num_spec_tokens
     )
+    if num_slots is not None:
+        cached = open_cached(
+            pack,
+            config.settings.precision,
+            layers,
+            gpu,
+            num_slots,
+            lambda done, total: progress("experts", done / total),
+        )
+        return model, cached
     experts = pack_experts(
         pack,
         config.settings.precision,

@@ -34,7 +34,14 @@ from moet.models.progress import Progress as ByteProgress
 from moet.models.sharding import WHOLE, Shard
 from moet.models.synthetic import write_checkpoint
 from moet.runtime.core import EngineCore
-from moet.runtime.device_start import load_dummy, load_pack, place, plan_device, settle_device
+from moet.runtime.device_start import (
+    load_dummy,
+    load_pack,
+    num_expert_slots,
+    place,
+    plan_device,
+    settle_device,
+)
 from moet.runtime.experts.serving import ServedExperts, resident_store
 from moet.runtime.experts.store import ResidentExpertStore
 from moet.runtime.experts.usage import CountedExperts
@@ -92,8 +99,9 @@ def _dummy_core(
 def _device_core(config: EngineConfig, gpu: Device, progress: Progress) -> EngineCore:
     """A core over a pack, on a GPU."""
     pack = open_pack(config.model, progress)
-    config, _ = plan_device(config, pack.config, gpu)
-    model, experts = load_pack(config, pack, gpu, progress)
+    config, made = plan_device(config, pack.config, gpu)
+    num_slots = num_expert_slots(config, made)
+    model, experts = load_pack(config, pack, gpu, progress, num_slots)
     return _core_on(config, gpu, model, experts, _kv_identity(pack, config), progress)
 
 

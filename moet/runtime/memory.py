@@ -251,6 +251,7 @@ class _Planner:
             num_cached=cached,
             num_host=on_host,
             num_disk=on_disk,
+            num_layer_rows=self.model.num_experts,
         )
 
     @property

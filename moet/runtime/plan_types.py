@@ -41,6 +41,7 @@ class ExpertPlan(msgspec.Struct, frozen=True, kw_only=True):
     num_cached: int
     num_host: int
     num_disk: int
+    num_layer_rows: int = 0  # experts of a layer
 
     @property
     def device_share(self) -> float:

@@ -109,7 +109,7 @@ def test_experts_that_do_not_fit_are_refused_with_what_to_change(
     gpu: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_start, "this_gpu", lambda device: h200(60))
-    with pytest.raises(ConfigError, match=r"72\.\d GiB and do not all fit"):
+    with pytest.raises(ConfigError, match=r"72\.\d GiB and fit neither"):
         plan_device(engine(), preset_config("deepseek-v4-flash"), gpu)
 
 

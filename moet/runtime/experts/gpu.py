@@ -6,15 +6,22 @@ Both are ResidentProviders: no step asks the host for anything, so steps can be 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 import torch
 from torch import Tensor
 
+from moet.errors import CheckpointError
+from moet.kernels.device_gemm import Device
 from moet.kernels.expert_cache import CachedTable, CacheTables, DeviceCache, FetchList, HostRows
 from moet.kernels.layout import ExpertRows
 from moet.kernels.moe import ExpertTable
 from moet.kernels.stream_gemm import Launcher
+from moet.models.expert_encoder import Tier
+from moet.models.pack import Pack
+from moet.runtime.experts.disk import RowFile
 from moet.runtime.experts.host import Arena
 
 
@@ -87,6 +94,70 @@ class CachedExperts:
         """Hits and misses so far; waits for the device."""
         hits, misses = self.cache.wanted.counters.tolist()
         return hits, misses
+
+
+def open_cached(
+    pack: Pack,
+    tier: Tier,
+    layers: Sequence[int],
+    gpu: Device,
+    num_slots: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> CachedExperts:
+    """A pack's rows in pinned host memory behind num_slots on the GPU.
+
+    progress: bytes done and in all, first of pinning and then of reading. Raises ConfigError if
+    memory is not to be had, CheckpointError if the pack has no such tier or no row bases, and
+    ExpertReadError.
+    """
+    form, experts = pack.format(tier), pack.experts
+    rows = [
+        experts.row(layer_idx, 0) + e for layer_idx in layers for e in range(experts.num_experts)
+    ]
+    bases = [
+        pack.row_base(tier, layer_idx, expert_id)
+        for layer_idx in layers
+        for expert_id in range(experts.num_experts)
+    ]
+    if bases[0].numel() == 0:
+        raise CheckpointError(f"{pack.folder} has no row bases of its {tier} experts for a GPU")
+    on_gpu = gpu.torch_device.type == "cuda"
+    arena = Arena(len(rows), form.row_bytes, pin=on_gpu, progress=progress)
+    read_all(pack, tier, rows, arena, progress)
+    return CachedExperts(
+        gpu.launcher,
+        form,
+        arena,
+        torch.stack(bases).to(gpu.torch_device),
+        layers,
+        num_slots,
+        error=gpu.error,
+    )
+
+
+def read_all(
+    pack: Pack,
+    tier: Tier,
+    rows: Sequence[int],
+    arena: Arena,
+    progress: Callable[[int, int], None],
+    *,
+    in_flight: int = 16,
+) -> None:
+    """Read rows of a pack into the places of an arena, in order. Raises ExpertReadError."""
+    path, _ = pack.row_place(tier, pack.experts.layers[0], 0)
+    file = RowFile(path, pack.format(tier).row_bytes)
+    under_way: deque[Future[None]] = deque()
+    try:
+        for place, row in enumerate(rows):
+            if len(under_way) == in_flight:
+                under_way.popleft().result()
+                progress(place * file.row_bytes, len(rows) * file.row_bytes)
+            under_way.append(file.read(row, arena.place(place)))
+        for reading in under_way:
+            reading.result()
+    finally:
+        file.close()
 
 
 class StreamedExperts:

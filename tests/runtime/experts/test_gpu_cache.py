@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import random
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
+from moet.kernels.device_gemm import Device
 from moet.kernels.expert_cache import CacheTables, resolve
 from moet.kernels.layout import W2Rows
-from moet.runtime.experts.gpu import CachedExperts
+from moet.models.checkpoint import Checkpoint
+from moet.models.convert import convert
+from moet.models.convert_plan import ConvertOptions
+from moet.models.synthetic import write_checkpoint
+from moet.runtime.experts.gpu import CachedExperts, open_cached
 from moet.runtime.experts.host import Arena
 from tests.kernels import emulation
 from tests.kernels.emulation import Emulator
@@ -54,3 +60,27 @@ def test_every_table_has_its_rows_when_it_is_prepared(kernels: Emulator) -> None
     assert experts.counts() == (hits, misses)
     assert int(error) == 0
     assert torch.equal(experts.tables.uses, expected.uses)
+
+
+def test_a_pack_opens_with_its_rows_in_host_memory(kernels: Emulator, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "checkpoint", size="tiny")
+    options = ConvertOptions(num_workers=1)
+    pack = convert(Checkpoint.open(tmp_path / "checkpoint"), tmp_path / "pack", options)
+    error, counters = torch.zeros(1, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
+    device = Device("sm90a", torch.device("cpu"), kernels, error, counters)
+    layers = pack.experts.layers[1:3]
+    seen: list[tuple[int, int]] = []
+    experts = open_cached(
+        pack, "w2", layers, device, 5, lambda done, total: seen.append((done, total))
+    )
+    for layer_idx in layers:
+        ids = torch.tensor([[3, 0, 7], [3, 15, 7]])
+        table = experts.resolve(layer_idx, ids)
+        assert table.bases is not None
+        for expert_id in (0, 3, 7, 15):
+            row = table.rows[table.slot_of[expert_id]]
+            assert torch.equal(row, pack.expert_row("w2", layer_idx, expert_id))
+            base = pack.row_base("w2", layer_idx, expert_id)
+            assert torch.equal(table.bases[expert_id], base)
+    assert seen
+    assert int(error) == 0
