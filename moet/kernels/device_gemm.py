@@ -30,6 +30,7 @@ from moet.kernels.stream_gemm import (
 )
 
 STREAM_ROWS = 256  # up to here weights are streamed; beyond, tiles of tokens share them
+WIDE_OUTPUTS = 1 << 15  # of a head, which is read once in tiles and per 8 rows in streams
 NUM_COUNTERS = 1 << 16  # items of one launch whose columns are summed in slices
 BLOCK = 128  # weight rows that share a scale
 
@@ -152,14 +153,6 @@ class PackedMatrix:
         )
         return cls(stored, parts[0].device)
 
-    def tiles_fit(self, output: Literal["f32", "bf16"]) -> bool:
-        """Whether the prefill GEMM takes this weight on this device."""
-        if output == "f32":
-            return False
-        if self.device.arch == "sm90a":
-            return True
-        return self.quantised and self.stored.slices(self.device.launcher) == 1
-
 
 def multiply(
     x: Tensor | Activations, weight: PackedMatrix, *, output: Literal["f32", "bf16"] = "bf16"
@@ -167,12 +160,14 @@ def multiply(
     """x @ weight.T. x: [T, K] bf16, T may be 0. Returns [T, N] in the dtype of `output`."""
     device, stored, x = weight.device, weight.stored, as_activations(x)
     num_rows = x.num_rows
-    if num_rows > STREAM_ROWS and weight.tiles_fit(output):
+    wide = output == "f32" and num_rows > 8 and stored.out_features >= WIDE_OUTPUTS
+    if num_rows > STREAM_ROWS or wide:
         tiles = prefill_gemm.make_tiles(device.launcher, x.plain(), fp8=weight.quantised)
-        return prefill_gemm.linear(device.launcher, stored, tiles, num_rows, error=device.error)
+        return prefill_gemm.linear(
+            device.launcher, stored, tiles, num_rows, error=device.error, output=output
+        )
     rows = 16 if num_rows > 8 and output == "bf16" else 8
-    wide = rows == 16
-    operand, scale = _e4m3(x, device, wide=wide) if weight.quantised else (x.plain(), None)
+    operand, scale = _e4m3(x, device, wide=rows == 16) if weight.quantised else (x.plain(), None)
     return stored(
         device.launcher,
         operand,
@@ -234,10 +229,6 @@ class PackedGroups:
     def chunks(self) -> int:
         return self.planes.shape[2] // layout.K_CHUNK
 
-    def tiles_fit(self) -> bool:
-        """Whether the prefill GEMM takes these groups on this device."""
-        return self.device.arch == "sm90a" or self.slices() == 1
-
     def fill(self, args: StreamArgs, work: Work, num_rows: int) -> None:
         """Set what depends on the matrices and the rows alone."""
         args.weights, args.bases = self.planes.data_ptr(), self.scales.data_ptr()
@@ -264,7 +255,7 @@ def multiply_groups(x: Tensor | Activations, weight: PackedGroups) -> Tensor:
         num_rows, weight.out_features, dtype=torch.bfloat16, device=device.torch_device
     )
     if num_rows:
-        tiled = num_tokens > STREAM_ROWS and weight.tiles_fit()
+        tiled = num_tokens > STREAM_ROWS
         rows = 16 if num_tokens > 8 else 8
         if tiled:
             rows = prefill_gemm.tile_rows(device.launcher)

@@ -67,11 +67,11 @@ def moe(
     if expert is None:
         raise UnsupportedError("no kernel reads a shared expert that is not fp8")
     x = as_activations(x)
-    if x.num_rows <= device.fused_rows:
+    if x.num_rows <= device.fused_rows and type(table) is ExpertTable:  # no rows to fetch
         return _fused(x, token_ids, positions, router, table, pool, expert, limit, weigh_output)
     expert_ids, weights = route(x, token_ids, positions, router)
     table.prepare(expert_ids)  # what has to come does so while the shared expert runs
-    if x.num_rows > device_gemm.STREAM_ROWS and prefills(device, expert):
+    if x.num_rows > device_gemm.STREAM_ROWS:
         tiles = prefill_gemm.make_tiles(device.launcher, x.plain())
         dense = prefill_gemm.shared_expert(
             device.launcher, expert, tiles, x.num_rows, limit=limit, error=device.error
@@ -176,8 +176,3 @@ def _fused(
         weigh_output=weigh_output,
         output="bf16",
     )
-
-
-def prefills(device: Device, expert: SharedExpert) -> bool:
-    """Whether the prefill GEMM takes this shared expert on this device."""
-    return device.arch == "sm90a" or expert.down.slices(device.launcher) == 1
