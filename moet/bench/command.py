@@ -135,7 +135,7 @@ def _run_experts(args: argparse.Namespace) -> int:
         trace=args.trace,
         shares=args.pool,
         policies=args.policy or tuple(POLICIES),
-        skew=Skew(*args.skew, steady_steps=args.steady),
+        skew=Skew(args.skew[0], args.skew[1], args.steady),
         num_layers=args.layers,
         num_experts=args.experts,
         top_k=args.top_k,
