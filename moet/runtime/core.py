@@ -37,7 +37,7 @@ from moet.runtime.scheduler import Scheduler
 from moet.runtime.sequence import Sequence
 from moet.runtime.sequence_memory import SequenceMemory
 from moet.runtime.tier_plan import host_cache_blocks, open_tiers
-from moet.types import FinishReason, GrammarSpec, Request, SamplingParams, TokenEvent
+from moet.types import FinishReason, GrammarSpec, Request, TokenEvent
 
 logger = logging.getLogger(__name__)
 
@@ -225,7 +225,7 @@ class EngineCore:
             root=root_key(request.cache_salt, self._precisions.of_prompt(policy)),
             stop_ids=frozenset(params.stop_token_ids).union(eos),
             token_ids=list(request.prompt_token_ids),
-            num_spec_tokens=self._spec_tokens(params),
+            num_spec_tokens=self._spec_tokens(request),
             shares_generated=self._precisions.shares_generated(policy),
         )
         # Above temperature 0 tokens depend on the number of drafts: a seed asks for a steady one.
@@ -493,9 +493,11 @@ class EngineCore:
             raise RequestError(message, param=spec.param)
         check_grammar(spec)
 
-    def _spec_tokens(self, params: SamplingParams) -> int:
-        limit = self._info.num_spec_tokens
-        return limit if params.spec_tokens is None else min(params.spec_tokens, limit)
+    def _spec_tokens(self, request: Request) -> int:
+        limit, asked = self._info.num_spec_tokens, request.params.spec_tokens
+        if self._launcher is not None and not self._launcher.may_draft(request):
+            return 0
+        return limit if asked is None else min(asked, limit)
 
     def _pages(self, num_tokens: int) -> str:
         needed = self._scheduler.memory.num_pages_for(num_tokens)

@@ -8,7 +8,7 @@ queued meanwhile. Parts of one batch belong to different sequences, so their ord
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Protocol
 
@@ -33,6 +33,7 @@ from moet.runtime.queues import Capture, Queue
 from moet.runtime.sampler import Proposal, SamplerState
 from moet.runtime.step_drafts import StepDraftModel
 from moet.runtime.step_tensors import StepRow
+from moet.types import Request
 
 
 class DeviceModel(Model, StepModel, StepDraftModel, Protocol):
@@ -131,10 +132,11 @@ class DeviceRunner:
             self.eager.commands(batch.commands)
             decoding, chunks, others = self._parts(batch, self.eager.sound_rows(batch.rows, result))
             try:
-                if decoding:
-                    pending.decoding = decoding
-                    pending.step = self.graphs.launch([_step_row(batch.rows[i]) for i in decoding])
-                    self.eager.save_snapshots([batch.rows[i] for i in decoding])
+                for part in self._by_drafts(batch, decoding):
+                    rows = [batch.rows[i] for i in part]
+                    step = self.graphs.launch([_step_row(row) for row in rows])
+                    pending.steps.append((part, step))
+                    self.eager.save_snapshots(rows)
             except Exception as error:
                 fail(result, decoding, error)
             try:
@@ -155,8 +157,8 @@ class DeviceRunner:
     def _parts(self, batch: Batch, indices: list[int]) -> tuple[list[int], list[int], list[int]]:
         """Places of the rows that a graph, a chunk pass and the eager runner take.
 
-        With drafts the eager runner takes prompts, whose draft rows it knows to write, sequences
-        that are sampled, and steps that a snapshot is kept of in between.
+        With drafts the eager runner takes prompts, whose draft rows it knows to write, and drafting
+        steps that a snapshot is kept of in between.
         """
         decoding: list[int] = []
         chunks: list[int] = []
@@ -164,7 +166,7 @@ class DeviceRunner:
         for i in indices:
             row = batch.rows[i]
             decodes = i < batch.num_decoding and row.num_samples == row.num_tokens
-            fits = not self._drafts or (decodes and _is_greedy(row) and row.snapshot is None)
+            fits = not self._drafts or (decodes and (row.snapshot is None or not _drafts(row)))
             if not fits or row.first_logprob >= 0 or _is_drawn(row):
                 others.append(i)
             elif decodes:
@@ -174,6 +176,17 @@ class DeviceRunner:
             else:
                 others.append(i)
         return decoding, chunks, others
+
+    def _by_drafts(self, batch: Batch, indices: list[int]) -> list[list[int]]:
+        """Rows that draft and those that do not, as graphs do one or the other."""
+        drafting = [i for i in indices if _drafts(batch.rows[i])]
+        others = [i for i in indices if not _drafts(batch.rows[i])]
+        return [part for part in (drafting, others) if part]
+
+    def may_draft(self, request: Request) -> bool:
+        """Whether a request's steps can draft: so far those at temperature 0 that ask for nothing
+        else, as others would have to leave the graphs for it."""
+        return kind_of(request.params, masked=request.grammar is not None) == Kind.GREEDY
 
     def check(self) -> None:
         """Raise AssertionError if a result was never read, or captured tensors have moved."""
@@ -186,15 +199,14 @@ class PendingBatch:
 
     rows: list[Row]
     made: StepResult
-    decoding: Sequence[int] = ()
-    step: PendingStep | None = None
+    steps: list[tuple[list[int], PendingStep]] = field(default_factory=list)
     chunked: Sequence[int] = ()
     chunks: PendingChunks | None = None
 
     def result(self) -> StepResult:
         """What the batch made. To be called once, in the order of the launches."""
-        if self.step is not None:
-            self._take(self.decoding, self.step.result())
+        for indices, step in self.steps:
+            self._take(indices, step.result())
         if self.chunks is not None:
             sampled = [i for i in self.chunked if self.rows[i].sample]
             output = self.chunks.result()
@@ -234,8 +246,8 @@ def _is_drawn(row: Row) -> bool:
     return any(proposal.probs is not None for proposal in row.proposals)
 
 
-def _is_greedy(row: Row) -> bool:
-    return kind_of(row.seq.request.params, masked=row.masks is not None) == Kind.GREEDY
+def _drafts(row: Row) -> bool:
+    return row.seq.num_spec_tokens > 0
 
 
 def _step_row(row: Row) -> StepRow:

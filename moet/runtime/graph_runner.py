@@ -32,7 +32,7 @@ from moet.runtime.step_tensors import StepRow, StepTensors, fill
 
 logger = logging.getLogger(__name__)
 
-RING_STEPS = 3  # one being read, one running, one being made
+RING_STEPS = 6  # of batches: one being read, one running, one being made, two graphs each
 REACH_FACTOR = 8  # between the widths of page tables that have graphs of their own
 MIN_REACH_PAGES = 16
 
