@@ -75,8 +75,6 @@ def _obstacle(config: EngineConfig, raw_config: Mapping[str, Any] | None) -> str
             "policies other than w2 and fp4, prompts of another precision, an FP4 pool and traces "
             "are the CPU reference's so far"
         )
-    if config.scheduler.num_spec_tokens > 0:
-        return "drafts run on the CPU reference only so far; use --spec-tokens 0 on a GPU"
     if raw_config is not None and (raw_config.get("architectures") or [None])[0] == GLM:
         return "GLM-5.2 runs on the CPU reference only so far"
     return None
