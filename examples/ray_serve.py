@@ -7,14 +7,20 @@ its health check and is replaced. MOET_MODEL and MOET_REPLICAS choose model and 
 
 import os
 
-from fastapi import FastAPI
 from ray import serve
+from starlette.types import ASGIApp
 
 from moet import Engine
 from moet.config import ServerConfig
 from moet.server.app import create_app
 
-front = FastAPI()
+engines: list[Engine] = []  # of this replica's process
+
+
+def application() -> ASGIApp:
+    """Called by Ray in each replica's process."""
+    engines.append(Engine(os.environ.get("MOET_MODEL", "demo"), own_process=True))
+    return create_app(engines[0], ServerConfig())
 
 
 @serve.deployment(
@@ -23,18 +29,14 @@ front = FastAPI()
     max_ongoing_requests=256,  # the engine queues and refuses by itself
     health_check_period_s=2,
 )
-@serve.ingress(front)
+@serve.ingress(application)
 class Replica:
     """One engine with its routes."""
 
-    def __init__(self) -> None:
-        self.engine = Engine(os.environ.get("MOET_MODEL", "demo"), own_process=True)
-        front.mount("/", create_app(self.engine, ServerConfig()))
-
     def check_health(self) -> None:
         """Called by Ray; raising has the replica replaced."""
-        if self.engine.state != "ready":
-            raise RuntimeError(f"the engine is {self.engine.state}: {self.engine.error}")
+        if engines and engines[0].state == "dead":
+            raise RuntimeError(f"the engine is dead: {engines[0].error}")
 
 
 app = Replica.bind()

@@ -21,10 +21,12 @@ from moet.models import load_model
 from moet.models.base import ExpertProvider, Model
 from moet.models.dummy import DummyOptions, DummySource, dummy_rows
 from moet.models.expert_encoder import row_formats
+from moet.models.sharding import WHOLE, Shard
 from moet.models.synthetic import MODELS, plan_checkpoint
 from moet.models.synthetic_design import Size
 from moet.models.tensor_writer import write_json
 from moet.runtime.experts.store import DeviceExperts
+from moet.runtime.parallel.experts import sub_rows
 
 logger = logging.getLogger(__name__)
 
@@ -95,17 +97,25 @@ def dummy_model(
     kv_dtype: KVDtype = "fp8",
     num_spec_tokens: int = 0,
     options: DummyOptions | None = None,
+    shard: Shard = WHOLE,
 ) -> DummyModel:
-    """Make every weight on the device, resident. settings.arch must be the device's."""
+    """Make every weight on the device, resident. settings.arch must be the device's.
+
+    shard: the tensor rank whose part is made; experts of two ranks are not parts of one expert.
+    """
     options = options or DummyOptions()
     where, begin = device.torch_device, perf_counter()
     source = DummySource(raw_config, options, where)
-    model = load_model(raw_config, source, settings, kv_dtype, num_spec_tokens, gpu=device)
+    model = load_model(
+        raw_config, source, settings, kv_dtype, num_spec_tokens, gpu=device, shard=shard
+    )
     dense_s = perf_counter() - begin
     experts = source.experts
     form = row_formats(experts.hidden_size, experts.moe_intermediate_size, experts.fp4)[
         settings.precision
     ]
+    if shard.size > 1:
+        form = sub_rows(form, form.num_sub_rows // shard.size)
     layers = used_layers(experts.layers, int(raw_config["num_hidden_layers"]), num_spec_tokens)
     rows, bases = dummy_rows(
         form, len(layers) * experts.num_experts, seed=options.seed, device=where
