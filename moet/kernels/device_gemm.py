@@ -80,6 +80,10 @@ class Device:
         partial = torch.empty(slices * floats, dtype=torch.float32, device=self.torch_device)
         return Workspace(partial, self.counters)
 
+    def has_group_work(self, num_groups: int, num_tokens: int, rows: int) -> bool:
+        """Whether group_work has these at hand, written by a launch that is over."""
+        return (num_groups, num_tokens, rows) in self._group_work
+
     def group_work(self, num_groups: int, num_tokens: int, rows: int) -> Work:
         """Every group with all tokens, `rows` to an entry. Few tokens: made once and kept."""
         key = num_groups, num_tokens, rows
@@ -259,8 +263,9 @@ def multiply_groups(x: Tensor | Activations, weight: PackedGroups) -> Tensor:
         rows = 16 if num_tokens > 8 else 8
         if tiled:
             rows = prefill_gemm.tile_rows(device.launcher)
+        known = device.has_group_work(num_groups, num_tokens, rows)
         work = device.group_work(num_groups, num_tokens, rows)
-        args = StreamArgs(x_divisor=1)
+        args = StreamArgs(x_divisor=1, early=known)  # weights may come before the step ahead ends
         weight.fill(args, work, num_rows)
         args.out, args.ld_out = out.data_ptr(), out.stride(0)
         if tiled:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from moet.kernels.device_gemm import Device
 from moet.models.synthetic import write_checkpoint
 from moet.models.synthetic_design import Size
 from tests.gpu.logits import compare, teacher_forced
-from tests.kernels.accelerated.pair import Pair, make_pair
+from tests.kernels.accelerated.pair import Confident, Pair, make_pair
 
 CASES: list[tuple[Size, Precision]] = [("tiny", "w2"), ("tiny", "fp4"), ("small", "w2")]
 
@@ -25,9 +24,8 @@ def pair(
     size, precision = request.param
     folder: Path = tmp_path_factory.mktemp("checkpoint") / size
     write_checkpoint(folder, size=size)
-    made = make_pair(folder, gpu, precision=precision, confident=True)
-    shutil.rmtree(folder)
-    return made
+    source = Confident(folder)
+    return make_pair(source.config, source, gpu, precision=precision)
 
 
 def test_tokens_are_the_references_where_these_are_clear(

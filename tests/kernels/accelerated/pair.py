@@ -4,7 +4,7 @@ weight packed and every op bound for its architecture."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from moet.config import ModelSettings, Precision
 from moet.kernels.device_gemm import Device
 from moet.kernels.moe import ExpertTable
+from moet.models.base import TensorSource
 from moet.models.checkpoint import Checkpoint
 from moet.models.deepseek_v4 import DeepseekV4
 from moet.models.deepseek_v4_config import DeepseekV4Config
@@ -32,7 +33,7 @@ class Pair:
 
 
 def encoded(
-    checkpoint: Checkpoint, config: DeepseekV4Config, precision: Precision
+    source: TensorSource, config: DeepseekV4Config, precision: Precision
 ) -> tuple[Tensor, Tensor]:
     """Rows and bases of every expert of every layer that is no draft."""
     forms = row_formats(config.hidden_size, config.moe_intermediate_size)
@@ -41,7 +42,7 @@ def encoded(
         for expert_id in range(config.n_routed_experts):
             prefix = f"layers.{layer_idx}.ffn.experts.{expert_id}."
             names = (f"{prefix}w1", f"{prefix}w3", f"{prefix}w2")
-            expert = encode_expert(checkpoint.load, names, {precision: forms[precision]}, "mse")
+            expert = encode_expert(source.load, names, {precision: forms[precision]}, "mse")
             rows.append(expert.rows[precision])
             bases.append(expert.bases[precision])
     return torch.stack(rows), torch.stack(bases)
@@ -67,8 +68,14 @@ class Confident:
 
     LEAD = 24.0  # deviations of the other logits
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, folder: Path) -> None:
+        self._checkpoint = Checkpoint.open(folder)
+
+    @property
+    def config(self) -> DeepseekV4Config:
+        config = self._checkpoint.config
+        assert isinstance(config, DeepseekV4Config)
+        return config
 
     def names(self) -> Iterator[str]:
         return self._checkpoint.names()
@@ -84,24 +91,16 @@ class Confident:
 
 
 def make_pair(
-    folder: Path,
+    config: DeepseekV4Config,
+    source: TensorSource,
     device: Device,
     *,
     precision: Precision = "w2",
-    num_layers: int | None = None,
-    confident: bool = False,
 ) -> Pair:
-    """folder: a synthetic checkpoint, of which the first num_layers are taken."""
-    checkpoint = Checkpoint.open(folder)
-    config = checkpoint.config
-    assert isinstance(config, DeepseekV4Config)
-    if num_layers is not None:
-        ratios = (*config.compress_ratios[:num_layers], 0)
-        config = replace(config, num_hidden_layers=num_layers, compress_ratios=ratios)
+    """source: a checkpoint's tensors, the experts in FP4."""
     settings = ModelSettings(rounding="deployed", precision=precision)
-    source = Confident(checkpoint) if confident else checkpoint
     reference = DeepseekV4.load(config, source, settings, "fp8")
-    rows, bases = encoded(checkpoint, config, precision)
+    rows, bases = encoded(source, config, precision)
     form = row_formats(config.hidden_size, config.moe_intermediate_size)[precision]
     layers, count = range(config.num_hidden_layers), config.n_routed_experts
     tables = {i: ExpertTable(form, rows, torch.arange(i * count, (i + 1) * count)) for i in layers}

@@ -12,13 +12,28 @@ import torch
 
 from moet.kernels.device_gemm import Device
 from moet.kernels.rows import Rows
-from moet.models.synthetic import write_checkpoint
 from tests.kernels import emulation
 from tests.kernels.accelerated.conftest import INTERPRETED
 from tests.kernels.accelerated.pair import Pair, make_pair
-from tests.models.hash_weights import Piece, forward_input, run_step
+from tests.models.hash_weights import (
+    DEPLOYED,
+    GOLDEN_IDS,
+    Piece,
+    forward_input,
+    hash_source,
+    run_step,
+)
 
-TOKENS = [(37 * i + 11) % 500 + 2 for i in range(160)]
+CONFIG = replace(
+    DEPLOYED,
+    num_hidden_layers=3,
+    num_hash_layers=1,
+    compress_ratios=(0, 4, 128, 0),
+    index_topk=8,
+    q_lora_rank=128,
+    o_lora_rank=128,
+    moe_intermediate_size=128,
+)
 
 
 @pytest.fixture(scope="module")
@@ -26,10 +41,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     if not INTERPRETED or shutil.which("g++") is None:
         pytest.skip("on a GPU tests/gpu compares logits")
     folder: Path = tmp_path_factory.mktemp("model")
-    write_checkpoint(folder / "tiny", size="tiny")
     sources = ("stream_gemm", "moe", "prefill_gemm")
     launcher = emulation.build(sources, 90, folder, num_sms=3)
-    return make_pair(folder / "tiny", Device.around(launcher, "sm90a", "cpu"), num_layers=4)
+    device = Device.around(launcher, "sm90a", "cpu")
+    return make_pair(CONFIG, hash_source(CONFIG, quantised=True), device)
 
 
 def run(pair: Pair, pieces: list[Piece]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,7 +56,7 @@ def test_chunks_and_decoded_rows_follow_the_reference(pair: Pair) -> None:
     agreement = []
     start = 0
     for size in (5, 1, 3):
-        wanted, found = run(pair, [Piece(TOKENS[start : start + size], start)])
+        wanted, found = run(pair, [Piece(GOLDEN_IDS[start : start + size], start)])
         agreement.append(torch.nn.functional.cosine_similarity(found, wanted, dim=1))
         start += size
     together = torch.cat(agreement)
@@ -53,9 +68,9 @@ def test_chunks_and_decoded_rows_follow_the_reference(pair: Pair) -> None:
 def test_fill_rows_change_nothing(pair: Pair) -> None:
     model, kv = pair.gpu.model, pair.gpu.kv
     assert isinstance(model.device, Device)
-    run_step(pair.gpu, [Piece(TOKENS[:5], 0, 1, (3,))])
+    run_step(pair.gpu, [Piece(GOLDEN_IDS[:5], 0, 1, (3,))])
     kept = {name: tensor.clone() for name, tensor in kv.items()}
-    inputs = forward_input([Piece(TOKENS[5:6], 5, 1, (3,))])
+    inputs = forward_input([Piece(GOLDEN_IDS[5:6], 5, 1, (3,))])
     rows = model.rows(inputs)
     with torch.inference_mode():
         alone = model.compute(inputs.token_ids, rows, None, kv, pair.gpu.experts)
