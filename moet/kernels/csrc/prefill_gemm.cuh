@@ -94,8 +94,13 @@ struct PrefillGemm {
     int first = e * TOKENS, left = p.num_rows - first;
     return {0, 0, first, left < TOKENS ? left : TOKENS};
   }
+  // The widths in token groups that are compiled; dense tiles are full but for the last.
+  DEVICE static constexpr bool compiled(int groups) {
+    return groups <= MOST && tile_groups(groups) == groups && (PLANE || groups % 4 == 0);
+  }
   DEVICE static int groups_of(int count) {
-    int groups = tile_groups((count + 7) / 8);
+    int groups = (count + 7) / 8;
+    groups = PLANE ? tile_groups(groups) : (groups + 3) / 4 * 4;
     return groups > MOST ? MOST : groups;
   }
   DEVICE int base_row() const { return (lane >> 2) + 8 * (lane & 1); }
@@ -228,14 +233,23 @@ struct PrefillGemm {
   static constexpr int LEAVING = THREADS / 32;
 #endif
 
+  // The scales of this lane's tokens at the stage.
+  template <int NT>
+  DEVICE void read_scales(float* scales_of) const {
+    if constexpr (SCALED) {
+      const float* s = reinterpret_cast<const float*>(ring(stage)) + 2 * (lane & 3);
+#pragma unroll
+      for (int n = 0; n < NT; n++) scales_of[2 * n] = s[8 * n], scales_of[2 * n + 1] = s[8 * n + 1];
+    }
+  }
+
   // part[NT][4] of a stage, times the scales of its tokens, is added to sum.
   template <int NT>
-  DEVICE void fold(float* sum, const float* part, float weight_scale) const {
-    const float* s = reinterpret_cast<const float*>(ring(stage)) + 2 * (lane & 3);
+  DEVICE static void fold(float* sum, const float* part, const float* scales_of, float weight_scale) {
 #pragma unroll
     for (int n = 0; n < NT; n++) {
       if constexpr (SCALED) {
-        float s0 = s[8 * n], s1 = s[8 * n + 1];
+        float s0 = scales_of[2 * n], s1 = scales_of[2 * n + 1];
         if constexpr (CODEC == FP8) s0 *= weight_scale, s1 *= weight_scale;
         sum[4 * n] = fma_rn(part[4 * n], s0, sum[4 * n]);
         sum[4 * n + 1] = fma_rn(part[4 * n + 1], s1, sum[4 * n + 1]);
@@ -254,11 +268,12 @@ struct PrefillGemm {
   DEVICE uint32_t multiply_chunk(float* sum, int in_segment) {
     Chunk chunk = ahead;
     int following = in_segment + 1 == p.chunks ? 0 : in_segment + 1;
-    float part[4 * NT];
+    float part[4 * NT], scales_of[2 * NT];
     if constexpr (CODEC == NVFP4) {
       next_chunk_of_weights(following);
       barrier_wait(full(stage), parity);
       multiply_blocks<NT>(part, chunk);
+      read_scales<NT>(scales_of);
     } else {
       uint32_t a[4][4];
 #pragma unroll
@@ -276,11 +291,12 @@ struct PrefillGemm {
       mma_commit();
       // Codes that are operands as they stand may not be overwritten while they are read.
       if constexpr (DEPTH > 0 && PLANE) next_chunk_of_weights(following);
+      read_scales<NT>(scales_of);
       mma_wait<0>();
       results_are_here<4 * NT>(part);
       if constexpr (DEPTH > 0 && !PLANE) next_chunk_of_weights(following);
     }
-    fold<NT>(sum, part, chunk.weight_scale);
+    fold<NT>(sum, part, scales_of, chunk.weight_scale);
     leave_stage();
     return chunk.base;
   }
@@ -409,12 +425,16 @@ struct PrefillGemm {
     aim();
     for (int s = 0; s < DEPTH; s++) fetch(s);
     read_ahead(0);
+    Entry coming = {0, 0, 0, 0};  // loaded an item ahead
+    if (blockIdx.x < items) coming = entry(blockIdx.x / p.tiles);
 #pragma unroll 1
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
-      int e = item / p.tiles, tile = item - e * p.tiles;
+      int tile = item % p.tiles;
       segment = tile / p.tiles_per_segment;
       in_segment_tile = tile - segment * p.tiles_per_segment;
-      now = entry(e);
+      now = coming;
+      int after = item + gridDim.x;
+      if (after < items) coming = entry(after / p.tiles);
       int token = tid & 127, at = now.first + (token < now.count ? token : 0);
       token_row = p.pairs ? p.pairs[at] : at;
       token_weight = 1.0f;
@@ -442,7 +462,7 @@ struct PrefillGemm {
   }
   template <int NT>
   DEVICE void try_shape(float* sum) {
-    if constexpr (NT <= MOST && tile_groups(NT) == NT) multiply_item<NT>(sum);
+    if constexpr (compiled(NT)) multiply_item<NT>(sum);
   }
 
   DEVICE void finish(float* sum) {
