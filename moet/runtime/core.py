@@ -268,8 +268,16 @@ class EngineCore:
         if self._in_flight and (batch is None or len(self._in_flight) > 1):
             oldest, future = self._in_flight.popleft()
             self._at_work = oldest
-            return self._apply(oldest, future.result())
+            events = self._apply(oldest, future.result())
+            if self._launcher is not None and not self._in_flight:
+                self._launch_next()  # who drafts waits for results; the device need not for events
+            return events
         return self._take_events()
+
+    def _launch_next(self) -> None:
+        batch = self._scheduler.schedule()
+        if batch is not None:
+            self._in_flight.append((batch, self._launch(batch)))
 
     def _launch(self, batch: Batch) -> Future[StepResult] | PendingBatch:
         if self._launcher is not None:

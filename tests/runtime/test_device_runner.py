@@ -126,6 +126,23 @@ def test_the_next_step_is_launched_before_the_last_one_is_read() -> None:
     assert plain[:5] == ["wait", "play", "wait", "play", "wait"]
 
 
+def test_who_drafts_is_launched_again_before_events_are_told() -> None:
+    log: list[str] = []
+    placement = Placement(LoggedQueue(log.append), Tape(log.append))
+    model = StepFakeModel(num_spec_tokens=2, resumable=False)  # so no step is a snapshot's
+    core = placed_core(model, placement, overlap=True, max_num_seqs=2, adaptive_spec=False)
+    core.submit(request("a", [1, 2, 3], max_tokens=40))
+    tokens: list[int] = []
+    while len(tokens) < 20:
+        log.clear()
+        for event in core.step():
+            tokens += event.token_ids
+            assert log == ["wait", "play"] or log == ["play"] and len(tokens) == 1
+    core.abort("a")
+    drain(core)
+    assert tokens == expected_greedy([1, 2, 3], len(tokens), model)
+
+
 def test_a_row_that_is_no_number_ends_its_sequence_alone() -> None:
     model = StepFakeModel(nan_token=17)
     core = placed_core(model, Placement(CpuQueue(), uncaptured), overlap=True, max_num_seqs=4)
