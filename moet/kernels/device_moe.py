@@ -67,7 +67,7 @@ def moe(
     if expert is None:
         raise UnsupportedError("no kernel reads a shared expert that is not fp8")
     x = as_activations(x)
-    if x.num_rows <= device.fused_rows and type(table) is ExpertTable:  # no rows to fetch
+    if x.num_rows <= device.fused_rows:
         return _fused(x, token_ids, positions, router, table, pool, expert, limit, weigh_output)
     expert_ids, weights = route(x, token_ids, positions, router)
     table.prepare(expert_ids)  # what has to come does so while the shared expert runs
