@@ -30,6 +30,7 @@ from bench.train_demo.glm import Glm, kept_in_bf16
 from bench.train_demo.layers import Linear
 from bench.train_demo.optim import Optimizer, Rounder
 from bench.train_demo.presets import Size, glm_config, v4_config
+from bench.train_demo.restore import restore
 from bench.train_demo.snapshot import load_snapshot, save_snapshot, write_parts
 from bench.train_demo.tokenizer import Family
 from bench.train_demo.v4 import V4, fill_hash_tables
@@ -194,6 +195,9 @@ def train(args: argparse.Namespace) -> None:
         trainer.load(state)
     elif args.snapshot:
         trainer.seconds = load_snapshot(args.snapshot, trainer.optimizer, trainer.model)
+    elif args.checkpoint:
+        restore(args.checkpoint, trainer.optimizer, trainer.model)
+        trainer.seconds = args.trained
     print(f"{args.family}: {sum(p.numel() for p in trainer.model.parameters()):,} parameters, "
           f"{trainer.seconds:.0f} s trained", flush=True)  # fmt: skip
     pad = Renderer(args.family, args.tokenizer).pad
@@ -282,6 +286,8 @@ def main() -> None:
     parser.add_argument("--total", type=float, default=960, help="of training, over all calls")
     parser.add_argument("--state", type=Path, required=True, help="folder for going on")
     parser.add_argument("--snapshot", type=Path, help="folder of parts to begin from")
+    parser.add_argument("--checkpoint", type=Path, help="folder of an export to go on from")
+    parser.add_argument("--trained", type=float, default=0, help="seconds that made the export")
     parser.add_argument("--out", type=Path, help="folder for snapshot, export and report")
     parser.add_argument("--size", choices=("wide", "narrow", "micro"), default="wide")
     parser.add_argument("--deliver", choices=("snapshot", "export"), default="export")

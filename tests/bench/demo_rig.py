@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -12,57 +11,22 @@ from torch import Tensor, nn
 
 from bench.train_demo.corpus import Renderer
 from bench.train_demo.glm import Glm
+from bench.train_demo.restore import GLM_NAMES
 from bench.train_demo.tokenizer import Family
 from bench.train_demo.v4 import V4
 from moet.config import ModelSettings
-from moet.kernels.nvfp4 import nvfp4_dequantize
 from moet.models import load_model
 from moet.models.base import ForwardInput, TensorSource
-from moet.models.formats import dequantize_fp8_block, dequantize_mxfp4
 from moet.models.layers import Weights
 from moet.models.moe import ResidentExperts
 
 DEMO = Path(__file__).parents[2] / "moet" / "demo"
 SETTINGS = ModelSettings(rounding="none")
-GLM_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
 @cache
 def renderer(family: Family) -> Renderer:
     return Renderer(family, DEMO / family)
-
-
-class Decoded:
-    """A source whose tensors are all plain numbers."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.tensors = tensors
-
-    def names(self) -> Iterable[str]:
-        return self.tensors.keys()
-
-    def load(self, name: str) -> Tensor:
-        return self.tensors[name]
-
-
-def decode(source: TensorSource) -> Decoded:
-    """Every quantised weight of a checkpoint as fp32, scales gone."""
-    names, found = set(source.names()), {}
-    for name in names:
-        value, scale_name = source.load(name), name.replace(".weight", ".scale")
-        if name.endswith((".scale", ".weight_scale", "_scale_2", ".input_scale")):
-            continue
-        if value.dtype == torch.uint8:
-            scale = source.load(f"{name}_scale").view(torch.uint8)
-            whole = float(source.load(f"{name}_scale_2"))
-            found[name] = nvfp4_dequantize(value, scale, global_scale=whole)
-        elif value.dtype == torch.int8:
-            found[name] = dequantize_mxfp4(value, source.load(scale_name))
-        elif value.dtype == torch.float8_e4m3fn:
-            found[name] = dequantize_fp8_block(value, source.load(scale_name))
-        else:
-            found[name] = value
-    return Decoded(found)
 
 
 def reference_logits(model: nn.Module, source: TensorSource, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,22 +92,3 @@ def graph_logits(model: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor]:
     hidden, _, _ = model.hidden(inputs, look)
     drafted, _, _ = model.draft(after, hidden, look)
     return model.lm_head(hidden)[0], model.lm_head(drafted)[0]
-
-
-@torch.no_grad()
-def adopt(model: nn.Module, source: Decoded) -> None:
-    """Put a checkpoint's decoded weights into a training graph."""
-    from bench.train_demo.v4 import official_name
-
-    glm = isinstance(model, Glm)
-    for name, own in model.state_dict().items():
-        official = official_name(name)
-        if ".experts.w" not in name:
-            own.copy_(source.load(official))
-            continue
-        prefix, matrix = official.rsplit(".", 1)
-        matrix = (
-            {"w1": GLM_NAMES[0], "w3": GLM_NAMES[1], "w2": GLM_NAMES[2]}[matrix] if glm else matrix
-        )
-        for expert_id in range(len(own)):
-            own[expert_id].copy_(source.load(f"{prefix}.{expert_id}.{matrix}.weight"))

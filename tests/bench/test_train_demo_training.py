@@ -12,12 +12,13 @@ import torch
 from bench.train_demo.corpus import rows
 from bench.train_demo.export import export
 from bench.train_demo.feed import split
+from bench.train_demo.restore import adopt, decode, restore
 from bench.train_demo.sinkhorn import sinkhorn
 from bench.train_demo.snapshot import load_snapshot, save_snapshot
 from bench.train_demo.tokenizer import Family
 from bench.train_demo.train import Phase, Trainer, phase
 from moet.models.checkpoint import Checkpoint
-from tests.bench.demo_rig import DEMO, adopt, decode, graph_logits, reference_logits, renderer
+from tests.bench.demo_rig import DEMO, graph_logits, reference_logits, renderer
 
 FAMILIES: tuple[Family, ...] = get_args(Family)
 
@@ -77,6 +78,19 @@ def test_rounded_copies_are_what_is_exported(family: Family, tmp_path: Path) -> 
     for name, parameter in small.model.named_parameters():
         differs = ((parameter - rounded[name]).abs() > 0.01 * parameter.abs().amax()).float()
         assert differs.mean() < 1e-3, name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_goes_on_from_an_export(family: Family, tmp_path: Path) -> None:
+    one, other = trainer(family), trainer(family)
+    for master in other.optimizer.masters.values():
+        master.zero_()
+    export(one.model, one.optimizer.masters, DEMO / family, tmp_path)
+    restore(tmp_path, other.optimizer, other.model)
+    one.optimizer.refresh(one.round)
+    for name, parameter in one.model.named_parameters():
+        differs = (parameter - other.optimizer.masters[name]).abs() > 0.01 * parameter.abs().amax()
+        assert differs.float().mean() < 1e-3, name
 
 
 def test_a_snapshot_restores_weights_nearly(tmp_path: Path) -> None:
