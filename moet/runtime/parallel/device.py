@@ -42,10 +42,11 @@ class DeviceComm:
         return out
 
     def gather(self, x: Tensor) -> Tensor:
-        size = self.group.size()
-        parts = x.new_empty(size, *x.shape)
+        size, (num_rows, width) = self.group.size(), x.shape
+        parts = x.new_empty(size * num_rows, width)
         dist.all_gather_into_tensor(parts, x.contiguous(), group=self.group)
-        return parts.transpose(0, 1).reshape(x.shape[0], size * x.shape[1])
+        by_rank = parts.view(size, num_rows, width)
+        return by_rank.transpose(0, 1).reshape(num_rows, size * width)
 
     def receive(self, like: Tensor) -> Tensor:
         raise AssertionError("one stage")

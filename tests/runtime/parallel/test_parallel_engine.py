@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import psutil
 import pytest
@@ -16,10 +15,6 @@ import pytest
 from moet import Engine, SamplingParams
 from moet.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig, launched
 from moet.errors import ConfigError, MoetError
-from moet.models.checkpoint import Checkpoint
-from moet.models.convert import convert
-from moet.models.convert_plan import ConvertOptions
-from moet.models.synthetic import write_checkpoint
 from moet.runtime.parallel.start import place_of
 
 PROMPTS = ["Hello there, how are you", "The"]
@@ -31,14 +26,6 @@ SOON_S = 40.0  # the machine is busy; what is claimed is HANG_S and a few second
 Answers = list[tuple[list[int], list[float]]]
 
 
-@pytest.fixture(scope="module")
-def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    write_checkpoint(folder / "checkpoint", size="tiny")
-    convert(Checkpoint.open(folder / "checkpoint"), folder / "pack", ConvertOptions())
-    return folder / "pack"
-
-
 def answers(engine: Engine) -> Answers:
     found = []
     for completion in engine.generate(PROMPTS, GREEDY):
@@ -48,9 +35,9 @@ def answers(engine: Engine) -> Answers:
     return found
 
 
-@pytest.fixture(scope="module")
-def expected(pack: Path) -> Answers:
-    with Engine(str(pack), scheduler=DRAFTS) as engine:
+def alone(model: str) -> Answers:
+    """What one process answers."""
+    with Engine(model, scheduler=DRAFTS) as engine:
         return answers(engine)
 
 
@@ -82,12 +69,10 @@ def wait_dead(engine: Engine) -> str:
     return str(engine.error)
 
 
-def test_two_tensor_ranks_and_one_that_is_killed(
-    pack: Path, expected: Answers, opened: list[Engine]
-) -> None:
-    engine = Engine(str(pack), scheduler=DRAFTS, tensor_parallel=2, hang_timeout_s=HANG_S)
+def test_two_tensor_ranks_and_one_that_is_killed(opened: list[Engine]) -> None:
+    engine = Engine("demo", scheduler=DRAFTS, tensor_parallel=2, hang_timeout_s=HANG_S)
     opened.append(engine)
-    assert answers(engine) == expected
+    assert answers(engine) == alone("demo")
     (pid,) = followers()
     os.kill(pid, signal.SIGKILL)  # while nothing runs
     message = wait_dead(engine)
@@ -97,18 +82,16 @@ def test_two_tensor_ranks_and_one_that_is_killed(
         engine.generate("x", GREEDY)
 
 
-def test_two_stages_and_one_that_is_stopped(
-    pack: Path, expected: Answers, opened: list[Engine]
-) -> None:
+def test_two_stages_and_one_that_is_stopped(opened: list[Engine]) -> None:
     engine = Engine(
-        str(pack),
+        "demo-glm",
         scheduler=DRAFTS,
         pipeline_parallel=2,
         hang_timeout_s=HANG_S,
         own_process=True,
     )
     opened.append(engine)
-    assert answers(engine) == expected
+    assert answers(engine) == alone("demo-glm")
     (pid,) = followers()
     stream = engine.stream("Hello", SamplingParams(max_tokens=10_000, ignore_eos=True))
     next(stream)
@@ -122,8 +105,8 @@ def test_two_stages_and_one_that_is_stopped(
     gone(lambda: not psutil.pid_exists(pid))
 
 
-def test_no_rank_outlives_rank_0(pack: Path, opened: list[Engine]) -> None:
-    engine = Engine(str(pack), tensor_parallel=2, hang_timeout_s=HANG_S, own_process=True)
+def test_no_rank_outlives_rank_0(opened: list[Engine]) -> None:
+    engine = Engine("demo", tensor_parallel=2, hang_timeout_s=HANG_S, own_process=True)
     opened.append(engine)
     (pid,) = followers()
     core = psutil.Process(pid).ppid()
@@ -132,11 +115,11 @@ def test_no_rank_outlives_rank_0(pack: Path, opened: list[Engine]) -> None:
     assert "ended with exit code -9" in wait_dead(engine)
 
 
-def test_what_cannot_be_divided_is_refused(pack: Path) -> None:
-    with pytest.raises(ConfigError, match="-tp 4 cannot divide 8 heads in 2 groups"):
-        Engine(str(pack), tensor_parallel=4)
+def test_what_cannot_be_divided_is_refused() -> None:
+    with pytest.raises(ConfigError, match="-tp 4 cannot divide 4 heads in 2 groups"):
+        Engine("demo", tensor_parallel=4)
     with pytest.raises(ConfigError, match="-pp 9"):
-        Engine(str(pack), pipeline_parallel=9)
+        Engine("demo", pipeline_parallel=9)
 
 
 def test_torchrun_must_start_as_many_as_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,6 +138,6 @@ def test_torchrun_must_start_as_many_as_are_asked_for(monkeypatch: pytest.Monkey
         launched()
 
 
-def test_pages_kept_elsewhere_are_refused_in_a_group(pack: Path) -> None:
+def test_pages_kept_elsewhere_are_refused_in_a_group() -> None:
     with pytest.raises(ConfigError, match="--kv-host-cache"):
-        Engine(str(pack), tensor_parallel=2, cache=CacheConfig(host_cache_bytes=1 << 20))
+        Engine("demo", tensor_parallel=2, cache=CacheConfig(host_cache_bytes=1 << 20))
