@@ -131,7 +131,7 @@ def choose(score, valid, K: tl.constexpr):
     key = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # ordered as the scores are
     key = tl.where(valid, key, -2147483648)
     border = tl.where(tl.sum((key >= 0).to(tl.int32), 0) >= K, 0, -2147483648).to(tl.int32)
-    for bit in tl.static_range(31):
+    for bit in range(31):
         raised = border + (1 << (30 - bit))
         border = tl.where(tl.sum((key >= raised).to(tl.int32), 0) >= K, raised, border)
     above = valid & (key > border)
