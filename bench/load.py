@@ -220,7 +220,7 @@ class Build:
 
 
 def serve_demo(port: int, times_file: str) -> None:
-    """The server's process, with the demo model, whose words are random."""
+    """The server's process, with the demo model."""
     Service(
         lambda on_death: Engine("demo", own_process=True, wait=False, on_death=on_death),
         ServerConfig(port=port),

@@ -109,7 +109,7 @@ def _command(
 def _engine_flags(made: argparse.ArgumentParser) -> None:
     made.add_argument(
         "model", nargs="?", default=None, metavar="MODEL",
-        help="checkpoint or pack folder, or demo: a tiny model with random words (default)",
+        help="checkpoint or pack folder, demo or demo-glm: tiny trained models (default demo)",
     )  # fmt: skip
     made.add_argument("--model", dest="model_flag", default=None, help=argparse.SUPPRESS)
     model = made.add_argument_group("model")

@@ -35,11 +35,15 @@ from moet.errors import ConfigError
 if TYPE_CHECKING:
     from moet.runtime.engine import Engine
 
-DEMO_NOTICE = "demo is a tiny model with random weights: its words are random"
+DEMO_NOTICE = (
+    "this is a tiny model, trained on little stories, sums and tools: it shows how moet works, and "
+    "knows nothing of the world"
+)
 
 
 def serve(args: argparse.Namespace) -> int:
     """Answer over HTTP until a signal or the engine's death."""
+    from moet.runtime.text_side import DEMOS
     from moet.server.reasoning import reasoning_defaults
     from moet.server.run import Service
 
@@ -66,7 +70,7 @@ def serve(args: argparse.Namespace) -> int:
         ),
         config,
     )
-    if service.engine.model == "demo":
+    if service.engine.model in DEMOS:
         sys.stderr.write(DEMO_NOTICE + "\n")
     service.run()
     return 0
@@ -75,6 +79,7 @@ def serve(args: argparse.Namespace) -> int:
 def chat(args: argparse.Namespace) -> int:
     """Talk in the terminal; where stdin is none, each of its lines is a turn."""
     from moet.chat import Chat
+    from moet.runtime.text_side import DEMOS
 
     given = {
         **_given_sampling(args),
@@ -83,7 +88,7 @@ def chat(args: argparse.Namespace) -> int:
     }
     with _engine(args) as engine:
         console = Console()
-        if engine.model == "demo":
+        if engine.model in DEMOS:
             console.print(DEMO_NOTICE, style="yellow")
         prompt = "> " if sys.stdin.isatty() else ""
         conversation = Chat(engine, console, system=args.system, fields=given)

@@ -259,7 +259,7 @@ class ServerConfig:
 
 
 def cache_dir() -> Path:
-    """Where converted packs and the demo model live: $MOET_CACHE_DIR or ~/.cache/moet."""
+    """Where converted packs live: $MOET_CACHE_DIR or ~/.cache/moet."""
     base = os.environ.get("MOET_CACHE_DIR")
     return Path(base) if base else Path.home() / ".cache" / "moet"
 

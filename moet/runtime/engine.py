@@ -52,8 +52,8 @@ MAX_IN_FLIGHT = 256  # requests that `generate` keeps open at a time
 class Engine:
     """A model that answers prompts.
 
-    model: "demo" (a tiny synthetic model with random words, built at first use), a checkpoint
-    folder in the official layout (converted to a pack at first use) or a pack folder.
+    model: "demo" or "demo-glm" (tiny trained models of the two architectures), a checkpoint folder
+    in the official layout or a pack folder. Checkpoints are converted to a pack at first use.
     own_process: run the step loop in a process of its own; call from under
     `if __name__ == "__main__"` then. wait: return only when requests are taken; otherwise calls
     raise OverloadedError until `state` is "ready".

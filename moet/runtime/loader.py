@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -32,7 +30,6 @@ from moet.models.moe import UnpackedExperts
 from moet.models.pack import FORMAT_VERSION, Pack, is_pack
 from moet.models.progress import Progress as ByteProgress
 from moet.models.sharding import WHOLE, Shard
-from moet.models.synthetic import write_checkpoint
 from moet.runtime.core import EngineCore
 from moet.runtime.device_start import (
     load_dummy,
@@ -50,7 +47,7 @@ from moet.runtime.host import Progress
 from moet.runtime.memory import require_fit
 from moet.runtime.metrics import ExpertStats
 from moet.runtime.parallel.experts import rank_experts
-from moet.runtime.text_side import DEMO, model_folder, text_folder
+from moet.runtime.text_side import DEMOS, model_folder, text_folder
 from moet.runtime.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -61,7 +58,7 @@ LOG_INTERVAL_S = 5.0
 def load_core(config: EngineConfig, progress: Progress) -> EngineCore:
     """Build the core that a config asks for, making its pack first if there is none."""
     known = text_folder(config) / "config.json"
-    raw_config = read_config(known) if known.is_file() else None  # or the demo is not made yet
+    raw_config = read_config(known) if known.is_file() else None
     config, gpu = settle_device(config, raw_config)
     if config.target.weights == "dummy":
         return _dummy_core(config, raw_config, gpu, progress)
@@ -231,10 +228,9 @@ def _require_memory(config: EngineConfig, raw_config: Mapping[str, Any]) -> None
 def open_pack(model: str, progress: Progress) -> Pack:
     """The pack of a model: itself, or one made of the checkpoint and kept for the next start."""
     folder = model_folder(model)
-    if model == DEMO and not folder.is_dir():
-        _make_demo(folder, progress)
     if not folder.is_dir():
-        raise ConfigError(f"{model} is no folder; give a checkpoint or pack folder, or {DEMO!r}")
+        demos = " or ".join(DEMOS)
+        raise ConfigError(f"{model} is no folder; give a checkpoint or pack folder, or {demos}")
     if is_pack(folder):
         return Pack.open(folder)
     checkpoint = Checkpoint.open(folder)
@@ -244,24 +240,6 @@ def open_pack(model: str, progress: Progress) -> Pack:
     kept = cache_dir() / "packs" / f"{name}-{checkpoint.identity()[:16]}-{version}"
     kept.parent.mkdir(parents=True, exist_ok=True)
     return convert(checkpoint, kept, ConvertOptions(), ConvertLog(kept, progress))
-
-
-def _make_demo(folder: Path, progress: Progress) -> None:
-    """Write the demo beside its place and move it there, as another start may do the same."""
-    staging = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
-    shutil.rmtree(staging, ignore_errors=True)
-    logger.info("making the demo model, a tiny one with random weights: its words are random")
-    write_checkpoint(
-        staging,
-        size="tiny",
-        progress=lambda report: progress("demo", report.done_bytes / report.total_bytes),
-    )
-    try:
-        staging.rename(folder)
-    except OSError:  # the other one was first
-        if not folder.is_dir():
-            raise
-        shutil.rmtree(staging)
 
 
 class ConvertLog:

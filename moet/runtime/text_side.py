@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moet import __version__
-from moet.config import EngineConfig, cache_dir
+from moet.config import EngineConfig
 from moet.errors import ConfigError
 from moet.runtime.tokenizer import Tokenizer
 from moet.types import SamplingParams
 
-DEMO = "demo"
+DEMOS = {"demo": "deepseek-v4", "demo-glm": "glm"}  # name: folder inside the package
 DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -46,8 +45,10 @@ class TextSide:
 
 
 def model_folder(model: str) -> Path:
-    """A model's folder by the name that a user gives it."""
-    return cache_dir() / f"demo-{__version__}" if model == DEMO else Path(model)
+    """A model's folder by the name that a user gives it; demo models come with the package."""
+    if model in DEMOS:
+        return Path(__file__).parents[1] / "demo" / DEMOS[model]
+    return Path(model)
 
 
 def text_folder(config: EngineConfig) -> Path:

@@ -139,7 +139,7 @@ def test_engine_rows_and_acceptance() -> None:
         ({"batches": [0]}, "--batch is 0"),
         ({"context": 0}, "--context is 0"),
         ({"context": 100_000}, "pages of 256|position"),
-        ({"context": 65_536, "rows": [3]}, "positions end at 65536"),
+        ({"context": 16_384, "rows": [3]}, "positions end at 16384"),
     ],
 )
 def test_what_cannot_be_measured(options: dict[str, Any], part: str) -> None:
