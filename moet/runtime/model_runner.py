@@ -9,7 +9,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from moet.models.base import DraftingModel, ExpertProvider, Model, ModelOutput
+from moet.models.base import DraftingModel, ExpertProvider, ForwardInput, Model, ModelOutput
 from moet.runtime.batch import (
     Admit,
     Batch,
@@ -68,7 +68,7 @@ class ModelRunner:
             vocab_size=model.vocab_size,
         )
         self._precise = PrecisePasses(
-            self._passes, model, precisions or PrecisionSet.single(experts)
+            self._passes, self._target, precisions or PrecisionSet.single(experts)
         )
         self._drafter = (
             None if draft_model is None else Drafter(draft_model, experts, self._passes, sampler)
@@ -177,6 +177,9 @@ class ModelRunner:
             self.save_snapshots(active)
         else:
             self._draft(self._drafter, active, indices, output.hidden_states, result)
+
+    def _target(self, inputs: ForwardInput, experts: ExpertProvider) -> ModelOutput:
+        return self.model.forward(inputs, self.kv.tensors, experts)
 
     def save_snapshots(self, rows: list[Row]) -> None:
         """Keep the rings of the sequences that are to be resumed from behind these rows."""

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moet.models.base import ExpertProvider, ForwardInput, Model, ModelOutput
+from moet.models.base import ExpertProvider, ForwardInput, ModelOutput
 from moet.runtime.batch import Row
 from moet.runtime.passes import Passes
 from moet.runtime.sequence import Sequence as Seq
@@ -110,15 +110,19 @@ class _Part:
     hidden_states: Tensor | None = None
 
 
+Target = Callable[[ForwardInput, ExpertProvider], ModelOutput]
+"""Runs the model on a step's input with these experts."""
+
+
 class PrecisePasses:
     """Passes of the target model, each row with the experts that its policy names.
 
     `unserved` and `num_splits` are those of the last `run` and of `again` since.
     """
 
-    def __init__(self, passes: Passes, model: Model, precisions: PrecisionSet) -> None:
+    def __init__(self, passes: Passes, target: Target, precisions: PrecisionSet) -> None:
         self.passes = passes
-        self.model = model
+        self._target = target
         self.precisions = precisions
         self.unserved: dict[int, str] = {}
         self.num_splits = 0
@@ -206,7 +210,7 @@ class PrecisePasses:
         provider = self.precisions.providers[name]
 
         def call(inputs: ForwardInput, _: slice) -> ModelOutput:
-            return self.model.forward(inputs, self.passes.kv.tensors, provider)
+            return self._target(inputs, provider)
 
         output = self.passes.run(rows, call)
         self.unserved.update(self.passes.unserved)
