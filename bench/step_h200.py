@@ -50,7 +50,19 @@ NUM_DRAFTS = 2
 # streams, rows of each: floor and target in ms.
 DECODE = {(1, 1): (2.1, 3.5), (1, 3): (2.9, 4.7), (8, 1): (4.6, 7.5), (32, 1): (10.8, 18.0)}
 LONG = {131072: 1.15, 524288: 1.4}  # context: most that a step may take, against CONTEXT
-PROMPT_RATE = 20_000  # tokens/s
+PROMPTS: dict[int, float | None] = {8192: 20_000}  # tokens: tokens/s wanted
+PARTS = (
+    "decode",
+    "drafts",
+    "prompts",
+    "engine",
+    "ops",
+    "long",
+    "beside",
+    "sampling",
+    "longest",
+)
+QUICK = ("decode", "drafts", "prompts", "ops", "engine")
 BESIDE_TOKENS = 100_000
 
 
@@ -178,8 +190,11 @@ def prompt_rows(bench: Bench, rig: DeviceRig, sizes: dict[int, float | None], ch
             bench.add(case, rate, "tokens/s", better="higher", target=target, note=note)
 
 
-def op_rows(bench: Bench, rig: DeviceRig, recorder: OpRecorder, shape: Shape) -> None:
+def op_rows(
+    bench: Bench, rig: DeviceRig, recorder: OpRecorder, shape: Shape, num_steps: int
+) -> None:
     """Every op of a step against its bytes, then the kernels that a step launches."""
+    rig.time_steps(shape, min(num_steps, 3))  # captures it, if no other part has
     case = f"{shape.num_seqs} streams, {shape.num_rows} rows"
     queue = rig.queue
     assert isinstance(queue, CudaQueue)
@@ -259,24 +274,29 @@ class Loop:
 
 
 def engine_rows(bench: Bench, made: DummyModel, device: Device, *, beside: bool) -> None:
-    """The engine's loop: alone, and beside a long prompt."""
-    with bench.part("engine loop"):
-        began_s = perf_counter()
-        queue = CudaQueue()
-        loop = Loop(
-            made,
-            Placement(queue, CudaGraphs(queue), device.error, device.arch),
-            max_num_seqs=2,
-            max_num_batched_tokens=2048,
-            prefill_share=0.4,
-        )
-        bench.add("engine start with weights loaded", perf_counter() - began_s, "s")
-        loop.submit("alone", CONTEXT, 200)
-        times = loop.token_times("alone", loop.ended("alone"))[20:]
-        between = [1e3 * (b - a) for a, b in pairwise(times)]
-        alone_ms = mean(between)
-        note = f"median {median(between):.3f} ms, longest {max(between):.3f} ms"
-        bench.add("engine loop, 1 stream, time a token", alone_ms, "ms", note=note)
+    """The engine's loop: alone, with drafts, and beside a long prompt."""
+    alone_ms = 0.0
+    for num_drafts in (NUM_DRAFTS, 0):
+        case = f"engine loop, 1 stream, {num_drafts} drafts"
+        with bench.part(case):
+            began_s = perf_counter()
+            queue = CudaQueue()
+            loop = Loop(
+                made,
+                Placement(queue, CudaGraphs(queue), device.error, device.arch),
+                max_num_seqs=1 if num_drafts else 2,
+                max_num_batched_tokens=2048,
+                prefill_share=0.4,
+                num_spec_tokens=num_drafts,
+                adaptive_spec=False,
+            )
+            bench.add(f"{case}, start with weights loaded", perf_counter() - began_s, "s")
+            loop.submit("alone", CONTEXT, 200)
+            times = loop.token_times("alone", loop.ended("alone"))[20:]
+            between = [1e3 * (b - a) for a, b in pairwise(times)]
+            alone_ms = mean(between)
+            note = f"median {median(between):.3f} ms, longest {max(between):.3f} ms"
+            bench.add(f"{case}, time a step", alone_ms, "ms", note=note)
     if not beside:
         return
     with bench.part("a decoding user beside a long prompt"):
@@ -297,20 +317,30 @@ def engine_rows(bench: Bench, made: DummyModel, device: Device, *, beside: bool)
         loop.core.abort("user")
 
 
-def main() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s", stream=sys.stdout)
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="what takes less than 150 s")
+    parser.add_argument("--quick", action="store_true", help="a choice of parts, in two minutes")
+    parser.add_argument("--parts", type=lambda text: text.split(","), help=", ".join(PARTS))
     parser.add_argument("--layers", type=int, help="take the first ones only")
     parser.add_argument("--steps", type=int, default=40, help="timed steps of each row")
     parser.add_argument("--eager", action="store_true", help="capture no graphs, to find faults")
     parser.add_argument("--commit", default="", help="what to call the sources that are measured")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
+    args.parts = args.parts or (QUICK if args.quick else PARTS)
+    unknown = set(args.parts) - set(PARTS)
+    if unknown:
+        parser.error(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    return args
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s", stream=sys.stdout)
+    args = arguments()
     torch.manual_seed(0)
     device = open_device()
     if device is None:
-        parser.error("there is no GPU that kernels were built for")
+        sys.exit("there is no GPU that kernels were built for")
     began_s = perf_counter()
     recorder = OpRecorder()
     settings = ModelSettings(arch=device.arch, rounding="deployed", precision="w2")
@@ -319,6 +349,7 @@ def main() -> None:
         options = DummyOptions(seed=SEED, skew=SKEW)
         made = dummy_model(raw, settings, device, num_spec_tokens=NUM_DRAFTS, options=options)
     torch.cuda.synchronize()
+    weights_bytes = torch.cuda.memory_allocated()
     bench = Bench(
         args.out,
         " ".join(["python -m bench.step_h200", *sys.argv[1:]]),
@@ -326,49 +357,63 @@ def main() -> None:
         {
             "model": f"{MODEL_NAME}, {raw['num_hidden_layers']} layers, w2, fp8 KV, dummy weights "
             f"of seed {SEED} and skew {SKEW} (moet/models/dummy.py)",
-            "weights_bytes": torch.cuda.memory_allocated(),
+            "weights_bytes": weights_bytes,
         },
     )
-    note = f"{torch.cuda.memory_allocated() / GIB:.1f} GiB"
+    note = f"{weights_bytes / GIB:.1f} GiB"
     bench.add("making the weights", perf_counter() - began_s, "s", note=note)
-    queue = CudaQueue()
+    if set(args.parts) - {"engine", "beside"}:
+        rig_rows(bench, made, device, recorder, args)
+    gc.collect()
+    if {"engine", "beside"} & set(args.parts):
+        engine_rows(bench, made, device, beside="beside" in args.parts)
+    bench.add("all of this", perf_counter() - began_s, "s")
+    bench.write()
+    print(f"faults: {bench.faults}" if bench.faults else "no faults", flush=True)
+
+
+def rig_rows(
+    bench: Bench,
+    made: DummyModel,
+    device: Device,
+    recorder: OpRecorder,
+    args: argparse.Namespace,
+) -> None:
+    """The parts that need no engine."""
+    queue, parts, steps = CudaQueue(), args.parts, args.steps
     capture = uncaptured if args.eager else CudaGraphs(queue)
-    placement = Placement(queue, capture, device.error, device.arch)
     rig = None
     with bench.part("state and prompts of 32 sequences"):
-        longest = CONTEXT if args.quick else max(LONG)
         rig = DeviceRig(
             made.model,  # type: ignore[arg-type]
             made.experts,
-            placement,
+            Placement(queue, capture, device.error, device.arch),
             num_seqs=max(streams for streams, _ in DECODE),
             num_rows=max(rows for _, rows in DECODE),
-            longest=max(longest, 8192),
+            longest=max(LONG) if {"long", "longest"} & set(parts) else max(PROMPTS),
             others=CONTEXT,
             num_drafts=NUM_DRAFTS,
         )
         rig.fill()
     if rig is None:
         return
-    found = decode_rows(bench, rig, args.steps)
-    draft_rows(bench, rig, [1] if args.quick else [1, 8, 32], args.steps)
-    prompt_rows(bench, rig, {8192: PROMPT_RATE}, 8192)
-    prompt_rows(bench, rig, {8192: None}, 2048)
-    op_rows(bench, rig, recorder, Shape(num_seqs=1, num_rows=1, context=CONTEXT))
-    sampling_rows(bench, rig, found, 8)
-    if not args.quick:
-        for shape in ((1, 3), (32, 1)):
-            one = Shape(num_seqs=shape[0], num_rows=shape[1], context=CONTEXT)
-            op_rows(bench, rig, recorder, one)
-        if (1, 1) in found:
-            long_rows(bench, rig, found[1, 1].step_ms, args.steps)
+    needs_steps = {"decode", "sampling", "long"} & set(parts)
+    found = decode_rows(bench, rig, steps) if needs_steps else {}
+    if "drafts" in parts:
+        draft_rows(bench, rig, [1] if args.quick else [1, 8, 32], steps)
+    if "prompts" in parts:
+        prompt_rows(bench, rig, PROMPTS, 8192)
+        prompt_rows(bench, rig, dict.fromkeys(PROMPTS), 2048)
+    if "ops" in parts:
+        for num_seqs, num_rows in [(1, 1)] if args.quick else [(1, 1), (1, 3), (32, 1)]:
+            shape = Shape(num_seqs=num_seqs, num_rows=num_rows, context=CONTEXT)
+            op_rows(bench, rig, recorder, shape, steps)
+    if "long" in parts and (1, 1) in found:
+        long_rows(bench, rig, found[1, 1].step_ms, steps)
+    if "sampling" in parts:
+        sampling_rows(bench, rig, found, 8)
+    if "longest" in parts:
         prompt_rows(bench, rig, {450_000: None}, 8192)
-    del rig
-    gc.collect()
-    engine_rows(bench, made, device, beside=not args.quick)
-    bench.add("all of this", perf_counter() - began_s, "s")
-    bench.write()
-    print(f"faults: {bench.faults}" if bench.faults else "no faults", flush=True)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 RING_STEPS = 6  # of batches: one being read, one running, one being made, two graphs each
 REACH_FACTOR = 8  # between the widths of page tables that have graphs of their own
 MIN_REACH_PAGES = 16
+SLOW_CAPTURE_S = 1.0  # kernels are compiled when they are first met
 
 
 class StepModel(Protocol):
@@ -164,7 +165,11 @@ class GraphRunner:
         ]
         started_s = perf_counter()
         for n, shape in enumerate(shapes):
+            before_s = perf_counter()
             self.capture(shape)
+            taken_s = perf_counter() - before_s
+            level = logging.INFO if taken_s > SLOW_CAPTURE_S else logging.DEBUG
+            logger.log(level, "captured a step shape=%s time=%.1fs", shape, taken_s)
             progress((n + 1) / len(shapes))
         self._is_sealed = True
         self._places = self._addresses()
