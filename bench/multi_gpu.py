@@ -35,11 +35,12 @@ from moet.bench.rig import Shape
 from moet.config import ModelSettings
 from moet.kernels.device_gemm import Device
 from moet.kernels.gemm import tree_sum
+from moet.models.base import ForwardInput
 from moet.models.dummy import DummyOptions
 from moet.models.sharding import WHOLE, Shard
 from moet.models.synthetic import MODEL_NAME
 from moet.runtime.device_runner import Placement
-from moet.runtime.dummy import dummy_model, open_device, preset_config
+from moet.runtime.dummy import DummyModel, dummy_model, open_device, preset_config
 from moet.runtime.parallel.device import DeviceComm, open_comm
 from moet.runtime.queues import CudaGraphs, CudaQueue
 
@@ -50,13 +51,9 @@ CALLS_PER_GRAPH = 50
 ROUNDS = 20
 SUM_ROWS = (1, 3, 8, 32, 96)  # of 4,096 fp32 values
 DIM = 4096
-# streams, rows of each: floor and target in ms, on two ranks.
-DECODE: dict[tuple[int, int], tuple[float | None, float | None]] = {
-    (1, 1): (None, None),
-    (1, 3): (1.9, 4.2),
-    (8, 1): (None, None),
-    (32, 1): (None, None),
-}
+NUM_DRAFTS = 2
+STREAMS = (1, 8, 32)
+DRAFTED_MS = (1.9, 4.2)  # floor and target of a whole step of 1 stream with drafts, on two ranks
 
 
 @dataclass
@@ -162,32 +159,63 @@ def steps(
         raw,
         ModelSettings(arch=device.arch),
         device,
+        num_spec_tokens=NUM_DRAFTS,
         options=DummyOptions(seed=SEED, skew=SKEW),
         shard=shard,
     )
     queue = CudaQueue(device.torch_device)
     torch.cuda.synchronize()
     placement = Placement(queue, CudaGraphs(queue), device.error, device.arch)
-    most = max(seqs for seqs, _ in DECODE)
-    rig = DeviceRig(made.model, made.experts, placement, num_seqs=most, num_rows=3,
-                    longest=CONTEXT, others=CONTEXT)  # fmt: skip
+    rig = DeviceRig(
+        made.model,  # type: ignore[arg-type]
+        made.experts,
+        placement,
+        num_seqs=max(STREAMS),
+        num_rows=1 + NUM_DRAFTS,
+        longest=CONTEXT,
+        others=CONTEXT,
+        num_drafts=NUM_DRAFTS,
+    )
     rig.fill()
-    held = torch.cuda.memory_allocated() / 2**30
     label = f"-tp {shard.size}{way}"
-    bench.add(f"memory held, {label}", held, "GiB")
-    for (num_seqs, num_rows), (floor, target) in DECODE.items():
-        shape = Shape(num_seqs=num_seqs, num_rows=num_rows, context=CONTEXT)
+    bench.add(f"memory held, {label}", torch.cuda.memory_allocated() / 2**30, "GiB")
+    for num_seqs in STREAMS:
+        shape = Shape(num_seqs=num_seqs, num_rows=1, context=CONTEXT)
         found = rig.time_steps(shape, num_steps)
-        limits = (floor, target) if shard.size == 2 and layers is None else (None, None)
         note = f"period {found.period_ms:.3f} ms; launching takes the host {found.host_us:.0f} us"
-        case = f"V4-Flash {label}, {num_seqs} streams, {num_rows} rows"
-        bench.add(case, found.step_ms, "ms/step", floor=limits[0], target=limits[1], note=note)
-    if shard.size > 1:
-        newest = rig.sampler.last_token.clone()
-        every = [torch.empty_like(newest) for _ in range(shard.size)]
-        dist.all_gather(every, newest)
+        case = f"V4-Flash {label}, {num_seqs} streams, 1 row"
+        bench.add(case, found.step_ms, "ms/step", note=note)
+    shape = Shape(num_seqs=1, num_rows=1 + NUM_DRAFTS, context=CONTEXT)
+    found = rig.time_steps(shape, num_steps, drafts=True)
+    floor, target = DRAFTED_MS if shard.size == 2 and layers is None else (None, None)
+    case = f"V4-Flash {label}, whole step with 2 drafts, 1 stream"
+    bench.add(case, found.step_ms, "ms/step", floor=floor, target=target,
+              note=f"period {found.period_ms:.3f} ms")  # fmt: skip
+    agreement(bench, rig, made, shard, label)
+
+
+def agreement(bench: Bench, rig: DeviceRig, made: DummyModel, shard: Shard, label: str) -> None:
+    """Whether ranks, and two runs, have the same logits and tokens, bit for bit."""
+    num_rows = 48
+    inputs = ForwardInput(
+        token_ids=torch.arange(100, 100 + num_rows),
+        positions=torch.arange(num_rows),
+        cu_seqlens_q=(0, num_rows),
+        seq_slots=torch.tensor([0]),
+        page_table=torch.tensor([[0]]),
+        seq_lens=(num_rows,),
+        logits_indices=torch.arange(num_rows),
+    )
+    runs = [made.model.forward(inputs, rig.kv.tensors, made.experts).logits for _ in range(2)]
+    same = torch.equal(*runs)
+    bench.add(f"two runs agree on all logits, {label}", same, "yes=1", better="higher", target=1)
+    if shard.size == 1:
+        return
+    for what, mine in (("logits", runs[0]), ("tokens", rig.sampler.last_token.clone())):
+        every = [torch.empty_like(mine) for _ in range(shard.size)]
+        dist.all_gather(every, mine.contiguous())
         same = all(torch.equal(each, every[0]) for each in every)
-        bench.add("ranks agree on every token", float(same), "yes=1", better="higher", target=1)
+        bench.add(f"ranks agree on all {what}, {label}", same, "yes=1", better="higher", target=1)
 
 
 def be_rank(args: argparse.Namespace) -> int:
