@@ -1,4 +1,5 @@
-"""A GPU's logits against the CPU reference in deployed rounding, on small synthetic checkpoints."""
+"""A GPU's logits against the CPU reference in deployed rounding, on small synthetic checkpoints
+and on the trained model of the package."""
 
 from __future__ import annotations
 
@@ -7,14 +8,20 @@ from pathlib import Path
 import pytest
 import torch
 
+import moet
 from moet.config import Precision
 from moet.kernels.device_gemm import Device
+from moet.models.checkpoint import Checkpoint
+from moet.models.deepseek_v4_config import DeepseekV4Config
 from moet.models.synthetic import write_checkpoint
 from moet.models.synthetic_design import Size
+from moet.runtime.tokenizer import Tokenizer
 from tests.gpu.logits import compare, teacher_forced
 from tests.kernels.accelerated.pair import Confident, Pair, make_pair
 
 CASES: list[tuple[Size, Precision]] = [("tiny", "w2"), ("tiny", "fp4"), ("small", "w2")]
+DEMO = Path(moet.__file__).parent / "demo" / "deepseek-v4"
+TEXT = "The engine reads weights once a step, and every request of the step shares them. " * 40
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(case))
@@ -42,6 +49,23 @@ def test_tokens_are_the_references_where_these_are_clear(
     assert result.cosine_median > 0.97, result
     assert result.wrong == 0, result
     assert result.clear >= 0.9 * result.positions, result
+
+
+@pytest.mark.parametrize("precision", ["w2", "fp4"])
+def test_the_trained_model_prefers_the_same_tokens(
+    gpu: Device, precision: Precision, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = Checkpoint.open(DEMO)
+    assert isinstance(checkpoint.config, DeepseekV4Config)
+    pair = make_pair(checkpoint.config, checkpoint, gpu, precision=precision)
+    tokens = Tokenizer.from_folder(DEMO).encode(TEXT)[:600]
+    result = compare(*teacher_forced(pair, tokens, [400, 64, 3, 1, 1, 3, 1]))
+    with capsys.disabled():
+        print(f"\ntrained, {precision}: {result}")
+    assert result.cosine_median > 0.97, result
+    # Where a small router's choice turns over the error is many times the mean, in any arithmetic.
+    assert result.wrong <= 0.02 * result.clear, result
+    assert result.clear >= 0.25 * result.positions, result  # a text has unsure places of its own
 
 
 def test_a_step_twice_gives_the_same_bits(pair: Pair) -> None:
