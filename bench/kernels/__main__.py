@@ -22,15 +22,18 @@ def main() -> None:
     parser.add_argument("--only", choices=PARTS, action="append", help="a part; all by default")
     parser.add_argument("--out", type=Path, default=Path("bench/results/kernels.json"))
     parser.add_argument("--commit", default="unknown", help="what is measured")
+    parser.add_argument("--cubins", type=Path, help="a folder of another flavour to measure")
     args = parser.parse_args()
     torch.manual_seed(0)
-    bench = Bench(Kernels(DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE))
+    kernels = Kernels(DEVICE, args.cubins)
+    bench = Bench(kernels, torch.zeros(1, dtype=torch.int32, device=DEVICE))
     bench.attempt(read_rate)
     for part in args.only or PARTS:
         PARTS[part](bench)
     if int(bench.error):
         bench.failures.append(f"a kernel reported error {int(bench.error)}")
     only = "".join(f" --only {part}" for part in args.only or ())
+    only += f" --cubins {args.cubins}" if args.cubins else ""
     result = {
         "hardware": f"{torch.cuda.get_device_name(DEVICE)}, torch {torch.__version__}",
         "commit": args.commit,

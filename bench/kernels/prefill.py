@@ -18,16 +18,27 @@ from moet.kernels.stream_gemm import StreamLinear
 EXPERTS, TOP_K = 256, 6
 
 
-def routed(tokens: int) -> Tensor:
-    """[tokens, TOP_K] distinct experts for each token."""
-    return torch.rand(tokens, EXPERTS, device=DEVICE).argsort(1)[:, :TOP_K].contiguous()
+def routed(tokens: int, skew: float) -> Tensor:
+    """[tokens, TOP_K] distinct experts for each token, drawn with weights rank ** -skew."""
+    ranks = torch.arange(1, EXPERTS + 1, device=DEVICE).float()
+    noise = -torch.rand(tokens, EXPERTS, device=DEVICE).log().neg().log()
+    return (noise - skew * ranks.log()).topk(TOP_K, 1).indices.contiguous()
 
 
-def experts(bench: Bench, format: ExpertRows, tokens: int, target: float, cut: int = 0) -> None:
-    """The two products of a layer and the whole of it. cut: rows of a tile, the most by default."""
+def experts(
+    bench: Bench,
+    format: ExpertRows,
+    tokens: int,
+    target: float,
+    *,
+    cut: int = 0,
+    skew: float = 0.0,
+) -> None:
+    """The two products of a layer and the whole of it. cut: rows of a tile, the most by default.
+    skew: of the experts' popularity, see `routed`."""
     d, i = format.hidden_size, format.moe_intermediate_size
     kernels, error = bench.kernels, bench.error
-    pool, ids = random_pool(format, EXPERTS), routed(tokens)
+    pool, ids = random_pool(format, EXPERTS), routed(tokens, skew)
     slot_of = torch.arange(EXPERTS, device=DEVICE)
     rows = cut or prefill_gemm.entry_rows(kernels, codec_of(format))
     work = prefill_gemm.plan_rows(ids, slot_of, rows)
@@ -52,7 +63,8 @@ def experts(bench: Bench, format: ExpertRows, tokens: int, target: float, cut: i
         )
 
     flops = 2.0 * tokens * TOP_K * d * i
-    shape = f"{tokens} tokens {d}x{i}" + (f" tiles of {cut}" if cut else "")
+    shape = f"{tokens} tokens {d}x{i}"
+    shape += (f" tiles of {cut}" if cut else "") + (f" skew {skew}" if skew else "")
     name = f"prefill {format.name}"
     up_us, down_us = bench.time_us([gate_up] * 2), bench.time_us([down] * 2)
     bench.computed(f"{name} w13", shape, up_us, 2 * flops, target)
@@ -67,7 +79,7 @@ def experts(bench: Bench, format: ExpertRows, tokens: int, target: float, cut: i
         "h tiles": partial(prefill_gemm.make_tiles, kernels, h, work=work),
         "combine": partial(combine, kernels, parts, top_k=TOP_K),
     }
-    if format.name == "w2":
+    if format.name == "w2" and not skew:
         for part, call in around.items():
             us = bench.time_us([call] * 2)
             bench.add(f"prefill {part}, {shape}", us, "us", "lower", None, 0.0)
@@ -92,6 +104,8 @@ def dense(bench: Bench, codec: str, t: int, n: int, k: int, target: float) -> No
 def measure(bench: Bench) -> None:
     """All rows of this part."""
     bench.attempt(experts, W2Rows(4096, 2048), 8192, 500.0)
+    bench.attempt(experts, W2Rows(4096, 2048), 8192, 0.0, skew=0.5)
+    bench.attempt(experts, W2Rows(4096, 2048), 2048, 0.0)
     for cut in (96, 64):
         bench.attempt(experts, W2Rows(4096, 2048), 8192, 0.0, cut=cut)
     bench.attempt(experts, Mxfp4Rows(4096, 2048), 8192, 500.0)

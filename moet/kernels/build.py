@@ -3,9 +3,10 @@
 A developer's tool; nothing here runs when a model does. Needs nvcc of exactly COMPILER. Several
 may build different sources at the same time: each merges its entries into the manifest.
 
---debug builds the flavour in which a kernel that finds an error also traps, for compute-sanitizer
-and cuda-gdb; --nvrtc compiles in this process, without a toolkit. Neither touches cubins/: they
-write folders of their own, which `cubin.Kernels(device, root)` takes.
+--define MOET_DEBUG builds the flavour in which a kernel that finds an error also traps, for
+compute-sanitizer and cuda-gdb (--debug for short); other names give flavours to compare. --nvrtc
+compiles in this process, without a toolkit. None touches cubins/: they write folders of their own,
+which `cubin.Kernels(device, root)` takes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import os
 import re
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,7 +37,9 @@ VARIANTS = CUBINS.parent / "build"  # of the debug and NVRTC flavours
 class Compile(Protocol):
     """Compiles csrc/NAME.cu for an architecture into a file. Raises CubinError."""
 
-    def __call__(self, name: str, arch: str, target: Path, *, debug: bool = False) -> None: ...
+    def __call__(
+        self, name: str, arch: str, target: Path, *, defines: Sequence[str] = ()
+    ) -> None: ...
 
 
 def sources() -> list[str]:
@@ -63,11 +67,11 @@ def source_hash(name: str) -> str:
     return digest.hexdigest()
 
 
-def flags(arch: str, *, debug: bool = False) -> list[str]:
+def flags(arch: str, *, defines: Sequence[str] = ()) -> list[str]:
     """Compiler flags of an architecture."""
     sm = ARCHS[arch]
     target = f"-gencode=arch=compute_{sm}a,code=sm_{sm}a"
-    return [*FLAGS, f"-DMOET_SM={sm}", *["-DMOET_DEBUG"] * debug, target, "-cubin"]
+    return [*FLAGS, f"-DMOET_SM={sm}", *(f"-D{name}" for name in defines), target, "-cubin"]
 
 
 def compiler_version(nvcc: str) -> str:
@@ -77,7 +81,7 @@ def compiler_version(nvcc: str) -> str:
     return found.group(1) if found else "unknown"
 
 
-def compile_source(name: str, arch: str, target: Path, *, debug: bool = False) -> None:
+def compile_source(name: str, arch: str, target: Path, *, defines: Sequence[str] = ()) -> None:
     """Compile csrc/NAME.cu to target. Raises CubinError with the compiler's words, or its version.
 
     Runs inside csrc with relative names, so that the result does not depend on where that is.
@@ -86,7 +90,7 @@ def compile_source(name: str, arch: str, target: Path, *, debug: bool = False) -
     version = compiler_version(nvcc)
     if version != COMPILER:
         raise CubinError(f"nvcc is {version}; cubins are built with {COMPILER}: install that one")
-    command = [nvcc, *flags(arch, debug=debug), "-o", str(target.resolve()), f"{name}.cu"]
+    command = [nvcc, *flags(arch, defines=defines), "-o", str(target.resolve()), f"{name}.cu"]
     done = subprocess.run(command, cwd=CSRC, capture_output=True, text=True, check=False)
     if done.returncode != 0 or "warning" in done.stderr:
         raise CubinError(f"{name}.cu for {arch}: {done.stderr.strip()}")
@@ -107,7 +111,7 @@ def threads_and_ctas(name: str) -> dict[str, tuple[int, int]]:
     return found
 
 
-def entry(name: str, arch: str, cubin: Path, *, debug: bool = False) -> dict[str, Any]:
+def entry(name: str, arch: str, cubin: Path, *, defines: Sequence[str] = ()) -> dict[str, Any]:
     """What the manifest says of one cubin."""
     declared, kernels = threads_and_ctas(name), {}
     for kernel, use in sorted(resources(cubin).items()):
@@ -124,7 +128,7 @@ def entry(name: str, arch: str, cubin: Path, *, debug: bool = False) -> dict[str
         "source": f"{name}.cu",
         "source_sha256": source_hash(name),
         "cubin_sha256": hashlib.sha256(cubin.read_bytes()).hexdigest(),
-        "flags": flags(arch, debug=debug),
+        "flags": flags(arch, defines=defines),
         "kernels": kernels,
     }
 
@@ -147,7 +151,12 @@ def record(root: Path, entries: dict[str, Any], compiler: str = f"nvcc {COMPILER
 
 
 def build(
-    name: str, arch: str, root: Path, *, debug: bool = False, compile: Compile = compile_source
+    name: str,
+    arch: str,
+    root: Path,
+    *,
+    defines: Sequence[str] = (),
+    compile: Compile = compile_source,
 ) -> dict[str, Any]:
     """Compile one source to root/ARCH/NAME.cubin. Returns its manifest entry.
 
@@ -157,8 +166,8 @@ def build(
     before, target = source_hash(name), root / arch / f"{name}.cubin"
     fresh = target.with_suffix(f".{os.getpid()}")
     try:
-        compile(name, arch, fresh, debug=debug)
-        made = entry(name, arch, fresh, debug=debug)
+        compile(name, arch, fresh, defines=defines)
+        made = entry(name, arch, fresh, defines=defines)
         if made["source_sha256"] != before:
             raise CubinError(f"{name}.cu or a header changed while it was compiled: build it again")
         fresh.replace(target)
@@ -173,19 +182,22 @@ def main() -> None:
     parser.add_argument("source", nargs="*", help=f"of {', '.join(sources())}; all by default")
     parser.add_argument("--arch", choices=sorted(ARCHS), action="append")
     parser.add_argument("--debug", action="store_true", help="into build/cubins-debug")
+    parser.add_argument("--define", metavar="NAME", action="append", default=[], help="likewise")
     parser.add_argument("--nvrtc", action="store_true", help="into build/cubins-nvrtc")
     args = parser.parse_args()
     unknown = sorted(set(args.source) - set(sources()))
     if unknown:
         parser.error(f"no csrc/{unknown[0]}.cu; there are {', '.join(sources())}")
-    flavour = ["debug"] * args.debug + ["nvrtc"] * args.nvrtc
+    defines = ["MOET_DEBUG"] * args.debug + args.define
+    names = [name.removeprefix("MOET_").lower().replace("_", "-") for name in defines]
+    flavour = names + ["nvrtc"] * args.nvrtc
     root = VARIANTS / "-".join(["cubins", *flavour]) if flavour else CUBINS
     compile, compiler = compile_source, f"nvcc {COMPILER}"
     if args.nvrtc:
         compile, compiler = nvrtc.compile_source, f"nvrtc {nvrtc.version()}"
     for name in args.source or sources():
         for arch in args.arch or sorted(ARCHS):
-            made = build(name, arch, root, debug=args.debug, compile=compile)
+            made = build(name, arch, root, defines=defines, compile=compile)
             record(root, {f"{arch}/{name}": made}, compiler)
             print(f"{arch}/{name}.cubin {(root / arch / f'{name}.cubin').stat().st_size} bytes")
 

@@ -7,6 +7,7 @@ cuda-bindings, and the packages of NVRTC and of the CUDA headers. No driver and 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +60,12 @@ def headers() -> Path:
     raise CubinError(f"cuda_bf16.h is in no package: {REMEDY}")
 
 
-def compile_source(name: str, arch: str, target: Path, *, debug: bool = False) -> None:
+def compile_source(name: str, arch: str, target: Path, *, defines: Sequence[str] = ()) -> None:
     """Compile csrc/NAME.cu to target. Raises CubinError with the compiler's words."""
     nvrtc, sm = _bindings(), SMS[arch]
     options = ["-std=c++17", "--fmad=true", "-diag-suppress=177", f"-DMOET_SM={sm}"]
     options += [f"--gpu-architecture=sm_{sm}a", f"-I{CSRC}", f"-I{headers()}"]
-    options += ["-DMOET_DEBUG"] * debug
+    options += [f"-D{define}" for define in defines]
     source = (CSRC / f"{name}.cu").read_bytes()
     made = nvrtc.nvrtcCreateProgram(source, f"{name}.cu".encode(), 1, [CSTDINT], [b"cstdint"])
     program = _checked(made, name)

@@ -163,7 +163,8 @@ def test_the_debug_flavour_traps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(build, "CSRC", tmp_path)
     found = {}
     for debug in (False, True):
-        entry = build.build("tiny", "sm90a", tmp_path, debug=debug)
+        defines = ["MOET_DEBUG"] * debug
+        entry = build.build("tiny", "sm90a", tmp_path, defines=defines)
         assert ("-DMOET_DEBUG" in entry["flags"]) == debug
         ops = tools.instructions(tmp_path / "sm90a" / "tiny.cubin")["tiny"]
         found[debug] = any(op.startswith("BPT.TRAP") for op in ops)

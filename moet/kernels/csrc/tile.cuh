@@ -5,7 +5,7 @@
 
 // Token groups (of 8) that a tile of `groups` is computed as: the shapes that are instantiated.
 DEVICE constexpr int tile_groups(int groups) {
-#ifdef MOET_EMULATE  // fewer, for the compiler's sake
+#if defined(MOET_EMULATE) || defined(MOET_FEW_WIDTHS)  // for the compiler's sake; to compare
   return groups > 12 ? 16 : groups > 4 ? (groups + 3) / 4 * 4 : 4;
 #else
   return groups > 14 ? 16 : groups > 9 && groups < 14 ? groups : (groups + 1) / 2 * 2;
