@@ -18,8 +18,11 @@ from moet.kernels import layout, prefill_gemm
 from moet.kernels.quant import Activations, as_activations
 from moet.kernels.stream_experts import Work, quantise
 from moet.kernels.stream_gemm import (
+    INSTANCES,
+    Codec,
     Instance,
     Launcher,
+    Output,
     StreamArgs,
     StreamLinear,
     Workspace,
@@ -29,7 +32,10 @@ from moet.kernels.stream_gemm import (
     run,
 )
 
-STREAM_ROWS = 256  # up to here weights are streamed; beyond, tiles of tokens share them
+STREAM_ROWS = 256  # up to here weights can be streamed; beyond, tiles of tokens share them
+FUSED_ROWS = 1  # up to here the fused kernel of a layer's experts is faster than its parts
+TILE_ROWS = 128  # from here on tiles of matrices with many outputs are faster, if there are values
+TILED_OUTPUTS = 4096
 WIDE_OUTPUTS = 1 << 15  # of a head, which is read once in tiles and per 8 rows in streams
 NUM_COUNTERS = 1 << 16  # items of one launch whose columns are summed in slices
 BLOCK = 128  # weight rows that share a scale
@@ -63,15 +69,22 @@ class Device:
             raise KernelError(
                 f"{torch.cuda.get_device_name(torch_device)} is {kernels.arch}, not {arch}"
             )
-        return cls.around(kernels, arch, torch_device)
+        return cls.around(kernels, arch, torch_device, fused_rows=FUSED_ROWS)
 
     @classmethod
-    def around(cls, launcher: Launcher, arch: str, torch_device: torch.device | str) -> Device:
+    def around(
+        cls,
+        launcher: Launcher,
+        arch: str,
+        torch_device: torch.device | str,
+        *,
+        fused_rows: int = 0,
+    ) -> Device:
         """A device whose kernels another launcher runs."""
         with torch.inference_mode(False):  # to stay writable outside of a forward pass
             error = torch.zeros(1, dtype=torch.int32, device=torch_device)
             counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=torch_device)
-        return cls(arch, torch.device(torch_device), launcher, error, counters)
+        return cls(arch, torch.device(torch_device), launcher, error, counters, fused_rows)
 
     def workspace(self, slices: int, floats: int) -> Workspace | None:
         """Room for partial sums of one launch; None if it makes none."""
@@ -164,23 +177,50 @@ def multiply(
     """x @ weight.T. x: [T, K] bf16, T may be 0. Returns [T, N] in the dtype of `output`."""
     device, stored, x = weight.device, weight.stored, as_activations(x)
     num_rows = x.num_rows
-    wide = output == "f32" and num_rows > 8 and stored.out_features >= WIDE_OUTPUTS
-    if num_rows > STREAM_ROWS or wide:
+    if _tiled(x, stored, output):
         tiles = prefill_gemm.make_tiles(device.launcher, x.plain(), fp8=weight.quantised)
         return prefill_gemm.linear(
             device.launcher, stored, tiles, num_rows, error=device.error, output=output
         )
-    rows = 16 if num_rows > 8 and output == "bf16" else 8
-    operand, scale = _e4m3(x, device, wide=rows == 16) if weight.quantised else (x.plain(), None)
+    slices = stored.slices(device.launcher)
+    stages = num_stages(stored.codec, stored.chunks, 1, slices)
+    rows = rows_at_once(device.launcher, stored.codec, output, num_rows, stages)
+    operand, scale = _e4m3(x, device, wide=rows > 8) if weight.quantised else (x.plain(), None)
     return stored(
         device.launcher,
         operand,
         scale,
         error=device.error,
-        workspace=device.workspace(stored.slices(device.launcher), num_rows * stored.out_features),
+        workspace=device.workspace(slices, num_rows * stored.out_features),
         output=output,
         rows=rows,
     )
+
+
+def _tiled(x: Activations, weight: StreamLinear, output: Output) -> bool:
+    """Whether tiles are faster than streams; a row has the same bits in both."""
+    if x.num_rows > STREAM_ROWS:
+        return True
+    if x.values is None:
+        return False
+    head = x.num_rows > 8 and output == "f32" and weight.out_features >= WIDE_OUTPUTS
+    return head or (x.num_rows > TILE_ROWS and weight.out_features >= TILED_OUTPUTS)
+
+
+def rows_at_once(
+    launcher: Launcher, codec: Codec, output: Output, num_rows: int, slice_stages: int
+) -> int:
+    """How many rows a pass over the weights serves: as few passes as shared memory allows."""
+    for rows in (32, 16):
+        kind = (codec, rows, output, False)
+        fits = any(
+            i.shared_bytes(slice_stages) <= launcher.max_shared_bytes
+            for i in INSTANCES
+            if (i.codec, i.rows, i.output, i.quantise) == kind
+        )
+        if num_rows > rows // 2 and fits:
+            return rows
+    return 8
 
 
 def _e4m3(x: Activations, device: Device, *, wide: bool) -> tuple[Tensor, Tensor | None]:
@@ -260,9 +300,11 @@ def multiply_groups(x: Tensor | Activations, weight: PackedGroups) -> Tensor:
     )
     if num_rows:
         tiled = num_tokens > STREAM_ROWS
-        rows = 16 if num_tokens > 8 else 8
         if tiled:
             rows = prefill_gemm.tile_rows(device.launcher)
+        else:
+            stages = num_stages("fp8", weight.chunks, 1, weight.slices())
+            rows = rows_at_once(device.launcher, "fp8", "bf16", num_tokens, stages)
         known = device.has_group_work(num_groups, num_tokens, rows)
         work = device.group_work(num_groups, num_tokens, rows)
         args = StreamArgs(x_divisor=1, early=known)  # weights may come before the step ahead ends

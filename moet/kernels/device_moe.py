@@ -18,6 +18,8 @@ from moet.kernels.quant import Activations, as_activations
 from moet.kernels.stream_experts import ExpertPool, SharedExpert
 from moet.kernels.stream_gemm import Workspace
 
+FUSED_FORMATS = ("w2",)  # of rows that the fused decode kernel is right and fast for
+
 
 def device_of(router: RouterWeights) -> Device:
     """Where a router's weights are."""
@@ -40,6 +42,8 @@ def route(
         given=None if router.table is None else router.table[token_ids],
         sigmoid=router.sigmoid,
     )
+    if len(positions) == 1:
+        return expert_ids, weights
     # Fill rows read what the first row reads anyway.
     return torch.where((positions < 0).unsqueeze(1), expert_ids[:1], expert_ids), weights
 
@@ -67,7 +71,7 @@ def moe(
     if expert is None:
         raise UnsupportedError("no kernel reads a shared expert that is not fp8")
     x = as_activations(x)
-    if x.num_rows <= device.fused_rows:
+    if x.num_rows <= device.fused_rows and pool.format.name in FUSED_FORMATS:
         return _fused(x, token_ids, positions, router, table, pool, expert, limit, weigh_output)
     expert_ids, weights = route(x, token_ids, positions, router)
     table.prepare(expert_ids)  # what has to come does so while the shared expert runs
@@ -93,6 +97,10 @@ def moe(
     codes, scale = x.codes, x.scale
     if codes is None or scale is None:
         codes, scale = stream_experts.quantise(device.launcher, x.plain())
+    resident = type(table) is ExpertTable  # then where rows are is known, and their reading may
+    work = None  # begin while the shared expert ends
+    if resident:
+        work = stream_experts.plan(device.launcher, expert_ids, table.slot_of, error=device.error)
     dense = expert(
         device.launcher,
         codes,
@@ -104,18 +112,27 @@ def moe(
         ),
     )
     table.join()
-    mixture = pool.mixture(
+    if work is None:
+        work = stream_experts.plan(device.launcher, expert_ids, table.slot_of, error=device.error)
+    hidden = pool.gate_up(
         device.launcher,
-        x.plain(),
-        expert_ids,
-        weights,
-        table.slot_of,
+        codes,
+        scale,
+        work,
+        top_k=router.top_k,
+        pair_weight=None if weigh_output else weights,
         limit=limit,
         error=device.error,
-        weigh_output=weigh_output,
-        shared=dense,
+        early=resident,
     )
-    return mixture.to(torch.bfloat16)
+    return stream_experts.combine(
+        device.launcher,
+        pool.down(device.launcher, hidden, work, error=device.error, early=resident),
+        top_k=router.top_k,
+        weights=weights if weigh_output else None,
+        shared=dense,
+        dtype=torch.bfloat16,
+    )
 
 
 def _fused(

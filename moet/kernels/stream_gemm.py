@@ -118,10 +118,13 @@ INSTANCES = (
     Instance("mxfp4", 8, "bf16", True, 2, 2),
     Instance("fp8", 8, "bf16", False, 2, 2),
     Instance("fp8", 16, "bf16", False, 2, 2),
+    Instance("fp8", 32, "bf16", False, 2, 2),
     Instance("fp8", 8, "f32", False, 2, 2),
     Instance("fp8", 8, "bf16", True, 2, 2),
     Instance("fp8", 8, "swiglu", False, 2, 2),
     Instance("bf16", 8, "f32", False, 2, 2),
+    Instance("bf16", 16, "f32", False, 2, 2),
+    Instance("bf16", 32, "f32", False, 2, 2),
     Instance("bf16", 8, "bf16", False, 2, 2),
     Instance("bf16", 16, "bf16", False, 2, 2),
 )
@@ -164,13 +167,19 @@ def num_stages(codec: str, chunks: int, segments: int, slices: int) -> int:
     return -(-chunks // CHUNKS_PER_STAGE[codec]) * segments // slices
 
 
+def complete(args: StreamArgs, codec: str, half_stages: int = 0) -> int:
+    """Set what follows from the rest of args. Returns the stages of a slice."""
+    args.mask_high, args.mask_w2_base = 0x88888888, 0x44444444
+    stages = num_stages(codec, args.chunks, args.segments, args.slices)
+    args.first_half_stages = min(stages, half_stages or -(-stages // 2))
+    return stages
+
+
 def run(
     launcher: Launcher, instance: Instance, args: StreamArgs, *, items: int, half_stages: int = 0
 ) -> None:
     """Launch on at most `items` items. half_stages: where the sum is halved; 0: in the middle."""
-    args.mask_high, args.mask_w2_base = 0x88888888, 0x44444444
-    stages = num_stages(instance.codec, args.chunks, args.segments, args.slices)
-    args.first_half_stages = min(stages, half_stages or -(-stages // 2))
+    stages = complete(args, instance.codec, half_stages)
     resident = instance.resident(stages, launcher.max_shared_bytes)
     launcher.launch(
         instance.name,
@@ -262,6 +271,19 @@ class StreamLinear:
             stages=num_stages(self.codec, self.chunks, 1, slices),
             max_shared_bytes=launcher.max_shared_bytes,
         )
+        args = self.arguments(x, x_scale, out, slices=slices, error=error)
+        entries = -(-x.shape[0] // rows)
+        if slices > 1:
+            if workspace is None:
+                raise ValueError(f"{slices} slices of the columns need a workspace")
+            workspace.fill(args, slices * x.shape[0] * self.out_features, entries * args.tiles)
+        run(launcher, instance, args, items=entries * args.tiles * slices)
+        return out
+
+    def arguments(
+        self, x: Tensor, x_scale: Tensor | None, out: Tensor, *, slices: int, error: Tensor
+    ) -> StreamArgs:
+        """What a launch needs to know of this matrix, its operands and its result."""
         args = StreamArgs(x_divisor=1, num_slots=1, segments=1, num_rows=x.shape[0])
         args.weights, args.bases = self.plane.data_ptr(), pointer(self.scale)
         args.x, args.x_scale, args.out = x.data_ptr(), pointer(x_scale), out.data_ptr()
@@ -273,13 +295,7 @@ class StreamLinear:
         args.chunks, args.slices = self.chunks, slices
         args.tiles = args.tiles_per_segment = self.plane.shape[0] // 64
         args.columns = self.out_features
-        entries = -(-x.shape[0] // rows)
-        if slices > 1:
-            if workspace is None:
-                raise ValueError(f"{slices} slices of the columns need a workspace")
-            workspace.fill(args, slices * x.shape[0] * self.out_features, entries * args.tiles)
-        run(launcher, instance, args, items=entries * args.tiles * slices)
-        return out
+        return args
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ def close(found: Tensor, wanted: Tensor, tolerance: float) -> bool:
     return float((found.float() - wanted.float()).norm() / wanted.float().norm()) < tolerance
 
 
-@pytest.mark.parametrize("count", [1, 9, STREAM_ROWS + 2])
+@pytest.mark.parametrize("count", [1, 9, 17, STREAM_ROWS + 2])
 def test_fp8_products_are_the_reference_op(device: Device, count: int) -> None:
     weight, scale = fp8(256, 416)
     packed = PackedMatrix.pack(weight, scale, device)
@@ -59,12 +59,13 @@ def test_a_row_is_the_same_in_any_batch_and_from_codes(device: Device) -> None:
     x = rows(STREAM_ROWS + 5, 1024)
     alone = torch.cat([multiply(row, packed) for row in x.split(1)])
     assert torch.equal(multiply(x[:12], packed), alone[:12])
+    assert torch.equal(multiply(x[:18], packed), alone[:18])
     assert torch.equal(multiply(x, packed), alone)
     codes, scale = quantise(device.launcher, x[:12])
     assert torch.equal(multiply(Activations(None, codes, scale), packed), alone[:12])
 
 
-@pytest.mark.parametrize("count", [0, 2, 11, STREAM_ROWS + 1])
+@pytest.mark.parametrize("count", [0, 2, 11, 18, STREAM_ROWS + 1])
 def test_bf16_products_are_the_reference_ops(device: Device, count: int) -> None:
     weight = torch.randn(72, 192, generator=torch.Generator().manual_seed(2)).bfloat16()
     packed = PackedMatrix.pack(weight, None, device)
@@ -80,7 +81,7 @@ def test_bf16_products_are_the_reference_ops(device: Device, count: int) -> None
         )
 
 
-@pytest.mark.parametrize("count", [1, 9, STREAM_ROWS + 2])
+@pytest.mark.parametrize("count", [1, 9, 18, STREAM_ROWS + 2])
 def test_groups_are_the_reference_op_and_rows_keep_to_themselves(
     device: Device, count: int
 ) -> None:
@@ -100,6 +101,18 @@ def test_groups_take_codes(device: Device) -> None:
     codes, scale = quantise(device.launcher, x)
     wanted = multiply_groups(x.view(5, 2, 512), packed)
     assert torch.equal(multiply_groups(Activations(None, codes, scale), packed), wanted)
+
+
+@pytest.mark.parametrize("count", [9, 17])
+def test_a_head_is_read_in_tiles(
+    device: Device, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    monkeypatch.setattr(device_gemm, "WIDE_OUTPUTS", 64)
+    weight = torch.randn(128, 192, generator=torch.Generator().manual_seed(6)).bfloat16()
+    packed = PackedMatrix.pack(weight, None, device)
+    x = rows(count, 192)
+    alone = torch.cat([multiply(row, packed, output="f32") for row in x.split(1)])
+    assert torch.equal(multiply(x, packed, output="f32"), alone)
 
 
 def test_matrices_of_one_input_are_joined(device: Device) -> None:

@@ -1,6 +1,7 @@
 // Instances of the streaming GEMM. Suffix _wide: two CTAs an SM and a deeper ring, for many experts;
 // the others keep three CTAs an SM, for few. Both give the same bits.
 #include "stream_gemm.cuh"
+#include "wide_tokens.cuh"
 
 #define STREAM(name, codec, nt, epilogue, stages, quantise, overlap, ctas)             \
   KERNEL(THREADS, ctas) name(GRID_CONSTANT StreamArgs args) {                          \
@@ -18,9 +19,12 @@ STREAM(stream_mxfp4_n8_swiglu_wide, MXFP4, 1, SWIGLU, 2, false, true, 2)
 STREAM(stream_mxfp4_n8_quant_bf16_wide, MXFP4, 1, STORE_BF16, 2, true, true, 2)
 STREAM(stream_fp8_n8_bf16_wide, FP8, 1, STORE_BF16, 2, false, true, 2)
 STREAM(stream_fp8_n16_bf16_wide, FP8, 2, STORE_BF16, 2, false, false, 2)
+STREAM(stream_fp8_n32_bf16_wide, FP8, 4, STORE_BF16, 2, false, false, 2)
 STREAM(stream_fp8_n8_f32_wide, FP8, 1, STORE_F32, 2, false, true, 2)
 STREAM(stream_fp8_n8_quant_bf16_wide, FP8, 1, STORE_BF16, 2, true, true, 2)
 STREAM(stream_fp8_n8_swiglu_wide, FP8, 1, SWIGLU, 2, false, true, 2)
 STREAM(stream_bf16_n8_f32_wide, BF16, 1, STORE_F32, 2, false, true, 2)
+STREAM(stream_bf16_n16_f32_wide, BF16, 2, STORE_F32, 2, false, false, 2)
+STREAM(stream_bf16_n32_f32_wide, BF16, 4, STORE_F32, 2, false, false, 2)
 STREAM(stream_bf16_n8_bf16_wide, BF16, 1, STORE_BF16, 2, false, true, 2)
 STREAM(stream_bf16_n16_bf16_wide, BF16, 2, STORE_BF16, 2, false, false, 2)
