@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from moet.cli import parser, with_dashes
+from moet.commands import _expert_config
 from moet.config import CacheConfig, EngineConfig, ExpertConfig, ModelSettings, SchedulerConfig
 from moet.errors import ConfigError, RequestError
 from moet.models.checkpoint import Checkpoint
@@ -192,3 +194,36 @@ def test_a_heat_file_of_another_model_or_none_starts_cold(tmp_path: Path) -> Non
     path.write_text("{")
     assert read_heat(path, 10) == []
     write_heat(tmp_path / "heat" / "below a file", [1], 10)  # is logged and no more
+
+
+def test_flags_become_settings() -> None:
+    words = (
+        "serve x --precision gate --precisions w2,fp4 --expert-pool 1.5 --host-experts auto "
+        "--fp4-pool 512MiB --static-experts 1 --no-disk-experts --prefill-precision fp4 "
+        "--gate_tau 0.7"
+    )
+    args = parser().parse_args(with_dashes(words.split()))
+    assert _expert_config(args) == ExpertConfig(
+        policy="gate",
+        offered=("w2", "fp4"),
+        pool_bytes=3 << 29,
+        fp4_pool_bytes=512 << 20,
+        static_bytes=1 << 30,
+        disk=False,
+        prefill_precision="fp4",
+        tau=0.7,
+    )
+    assert _expert_config(parser().parse_args(["serve", "x"])).is_plain
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tau": 1.5}, "--gate-tau is 1.5"),
+        ({"pool_bytes": 0}, "--expert-pool is 0"),
+        ({"read_timeout_s": 0.0}, "--expert-read-timeout is 0"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(options: dict[str, float], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        ExpertConfig(**options)  # type: ignore[arg-type]
