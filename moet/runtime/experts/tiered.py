@@ -6,6 +6,7 @@ so that answers do not depend on sizes or history. Knows rows and tiers; knows n
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -23,6 +24,11 @@ from moet.runtime.experts.device import DeviceTier
 from moet.runtime.experts.host import HostTier, Lease
 from moet.runtime.experts.stream import Staging, streamed
 from moet.runtime.metrics import LayerTier, TierStats
+
+logger = logging.getLogger(__name__)
+
+WATCHED = 1 << 15  # experts asked for between two looks at the hit rate
+LOW_HIT_RATE = 0.8
 
 
 @dataclass(slots=True)
@@ -65,6 +71,7 @@ class TieredExpertStore:
         self.counts = {layer_idx: LayerCounts() for layer_idx in experts.layers}
         self.staging = Staging(host, settings.num_staging)
         self._first_row = {layer: experts.row(layer, 0) for layer in experts.layers}
+        self._num_asked = self._num_hits = 0  # since the hit rate was looked at
         self._lock = threading.Lock()  # of all state, between the steps' thread and others
         if settings.static_rows:
             slots = device.fill_static(settings.static_rows)
@@ -85,6 +92,7 @@ class TieredExpertStore:
             counts.num_misses += len(found.rows)
             if found.rows:
                 self._fetch(found, counts)
+            self._watch(found)
             return ExpertTable(self.form, self.device.rows, slot_of)
 
     def preheat(self, rows: Sequence[int]) -> int:
@@ -206,6 +214,25 @@ class TieredExpertStore:
             first_row=self._first_row[layer_idx],
             expert_ids=expert_ids,
         )
+
+    def _watch(self, found: Fetch) -> None:
+        """Say now and then if the pool is too small for what is asked for."""
+        self._num_hits += found.num_hits
+        self._num_asked += found.num_hits + len(found.rows)
+        if self._num_asked < WATCHED:
+            return
+        rate = self._num_hits / self._num_asked
+        self._num_hits = self._num_asked = 0
+        if rate < LOW_HIT_RATE and self.device.num_slots < self.experts.num_rows:
+            logger.warning(
+                "%s experts: %.0f %% of the last %d were in the pool of %d slots of %d rows; "
+                "--expert-pool holds more, --max-num-seqs asks for fewer",
+                self.form.name,
+                100 * rate,
+                WATCHED,
+                self.device.num_slots,
+                self.experts.num_rows,
+            )
 
     def _fetch(self, found: Fetch, counts: LayerCounts) -> None:
         """Bring the rows of a fetch list; if one cannot be had, its slot and all others that are

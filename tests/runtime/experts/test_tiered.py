@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from moet.errors import CapacityError, ConfigError, ExpertReadError
 from moet.runtime.experts import host as host_module
+from moet.runtime.experts import tiered as tiered_module
 from moet.runtime.experts.host import Arena
 from tests.runtime.experts.rig import EXPERTS, LAYERS, NUM_EXPERTS, ROW_BYTES, Rig, one
 
@@ -110,10 +111,10 @@ def test_a_row_that_cannot_be_read_is_named_and_costs_nothing_else(
     rig.verify_slots(store)
     assert store.device.slot_of(bad) < 0
     rig.verify(store.resolve(2, one(1, 2)), 2, one(1, 2))
-    reads = len(rig.disk.order)
+    tries = rig.disk.order.count(bad)
     with pytest.raises(ExpertReadError, match=words):  # at once, without another try
         store.resolve(2, one(9))
-    assert len(rig.disk.order) == reads
+    assert rig.disk.order.count(bad) == tries
     getattr(rig.disk, fault).clear()
     store.host._failures.clear()  # time passes
     rig.verify(store.resolve(2, one(8, 9, 10)), 2, one(8, 9, 10))
@@ -191,6 +192,22 @@ def test_heat_begins_where_the_last_run_ended(rig: Rig) -> None:
     assert again.stats().total("num_hits") == 2
     again.check()
     again.close()
+
+
+def test_a_pool_that_is_too_small_is_told_with_the_knob(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tiered_module, "WATCHED", 20)
+    store = rig.store(2, 8)
+    for expert_id in range(9):
+        store.resolve(1, one(expert_id, expert_id + 1))
+    assert not caplog.records
+    store.resolve(1, one(9, 10))
+    [record] = caplog.records
+    assert "45 % of the last 20 were in the pool of 2 slots of 48 rows; --expert-pool" in (
+        record.getMessage()
+    )
+    store.close()
 
 
 def test_memory_that_is_not_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
