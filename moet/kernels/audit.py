@@ -18,19 +18,16 @@ from moet.kernels import build, issue_slots
 from moet.kernels.tools import instructions, listing, resources
 
 REGISTERS_PER_SM = 65536
-# Kernel name part -> instruction that carries its matrix work, by architecture.
-REQUIRED = {
-    "sm90a": {"_w2_": "QGMMA", "_mxfp4_": "QGMMA", "_fp8_": "QGMMA", "_bf16_": "HGMMA"},
-    "sm120a": {"_w2_": "QMMA.SF", "_mxfp4_": "QMMA.SF", "_fp8_": "QMMA.SF", "_bf16_": "HMMA"},
-}
+# What carries the matrix work of a GEMM kernel, by architecture: for 8-bit operands, for bf16.
+REQUIRED = {"sm90a": ("QGMMA", "HGMMA"), "sm120a": ("QMMA.SF", "HMMA")}
 FORBIDDEN = ("LDL", "STL", "F2FP.F16.E4M3.UNPACK_B")
 
 
-def codec_of(kernel: str) -> str | None:
-    """The part of a GEMM kernel's name that says what its weights are; None for other kernels."""
-    if not kernel.startswith(("stream_", "prefill_")):
+def required(arch: str, kernel: str) -> str | None:
+    """The instruction that a GEMM kernel must have; None for other kernels."""
+    if not kernel.startswith(("stream_", "prefill_", "moe_")):
         return None
-    return f"_{kernel.split('_')[1]}_"
+    return REQUIRED[arch][kernel.split("_")[1] == "bf16"]
 
 
 def check_kernel(
@@ -48,9 +45,9 @@ def check_kernel(
         problems.append(
             f"{use['REG']} registers allow {ctas} CTAs, {facts['ctas_per_sm']} declared"
         )
-    codec = codec_of(kernel)
-    if codec and not any(op.startswith(REQUIRED[arch][codec]) for op in ops):
-        problems.append(f"has no {REQUIRED[arch][codec]}")
+    needed = required(arch, kernel)
+    if needed and not any(op.startswith(needed) for op in ops):
+        problems.append(f"has no {needed}")
     bad = Counter(name for op in ops for name in FORBIDDEN if op.startswith(name))
     problems += [f"has {count} {name}" for name, count in bad.items()]
     return [f"{arch} {kernel}: {problem}" for problem in problems]
@@ -102,7 +99,7 @@ def matrix_census(cubin: Path) -> dict[str, tuple[int, int]]:
         matrix = [
             i for i, op in enumerate(ops) if op.startswith(("QGMMA", "HGMMA", "QMMA", "HMMA"))
         ]
-        if codec_of(kernel) and matrix:
+        if required("sm90a", kernel) and matrix:
             found[kernel] = (len(matrix), matrix[-1] - matrix[0] + 1)
     return found
 
