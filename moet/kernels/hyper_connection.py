@@ -4,13 +4,20 @@ sublayer and mixed after it by a doubly stochastic matrix. All arithmetic is fp3
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 
 from moet.kernels.gemm import matmul
 from moet.kernels.norm import rms_norm
+from moet.kernels.quant import Activations
 from moet.kernels.registry import GPU_ARCHS, op
+
+if TYPE_CHECKING:
+    from moet.kernels.device_streams import MixMatrix
+
+Matrix: TypeAlias = "Tensor | MixMatrix"  # fn of a site, [rows, h * dim] fp32; placed on a GPU
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -18,8 +25,9 @@ def sigmoid(x: Tensor) -> Tensor:
     return 1 / (1 + torch.exp(-x))
 
 
-def _mixing_logits(streams: Tensor, fn: Tensor, norm_eps: float) -> Tensor:
+def _mixing_logits(streams: Tensor, fn: Matrix, norm_eps: float) -> Tensor:
     """[n, h, dim] streams -> [n, rows of fn]: fn on the normalised, flattened streams."""
+    assert isinstance(fn, Tensor)
     flat = streams.float().flatten(1)
     return matmul(flat, fn) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)
 
@@ -50,7 +58,7 @@ def sinkhorn(logits: Tensor, *, num_iters: int, eps: float) -> Tensor:
 @op(tolerance=2**-8)
 def hc_pre(
     streams: Tensor,
-    fn: Tensor,
+    fn: Matrix,
     base: Tensor,
     scale: Tensor,
     *,
@@ -87,7 +95,7 @@ def hc_post(y: Tensor, streams: Tensor, post: Tensor, mix: Tensor) -> Tensor:
 
 @op(tolerance=2**-8)
 def hc_head(
-    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *, norm_eps: float, hc_eps: float
+    streams: Tensor, fn: Matrix, base: Tensor, scale: Tensor, *, norm_eps: float, hc_eps: float
 ) -> Tensor:
     """Last collapse, before the final norm. fn: [h, h*dim], base: [h], scale: [1], fp32.
 
@@ -100,7 +108,7 @@ def hc_head(
 @op(tolerance=2**-7)
 def hc_enter(
     streams: Tensor,
-    fn: Tensor,
+    fn: Matrix,
     base: Tensor,
     scale: Tensor,
     weight: Tensor,
@@ -108,8 +116,11 @@ def hc_enter(
     norm_eps: float,
     hc_eps: float,
     num_iters: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """hc_pre, then the sublayer's norm. weight: [dim] fp32. Rounds after each."""
+) -> tuple[Tensor | Activations, Tensor, Tensor]:
+    """hc_pre, then the sublayer's norm. weight: [dim] fp32. Rounds after each.
+
+    On a GPU that holds fn as a MixMatrix, x comes with its e4m3 codes if there are few rows.
+    """
     x, post, mix = hc_pre(
         streams, fn, base, scale, norm_eps=norm_eps, hc_eps=hc_eps, num_iters=num_iters
     )
@@ -122,7 +133,7 @@ def hc_pass(
     streams: Tensor,
     post: Tensor,
     mix: Tensor,
-    fn: Tensor,
+    fn: Matrix,
     base: Tensor,
     scale: Tensor,
     weight: Tensor,
@@ -130,7 +141,7 @@ def hc_pass(
     norm_eps: float,
     hc_eps: float,
     num_iters: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | Activations, Tensor, Tensor]:
     """From one sublayer's output to the next one's input: hc_post, then hc_enter on its result.
 
     y, streams, post, mix: as in hc_post. The others: of the next site. Returns the new streams,
@@ -146,7 +157,7 @@ def hc_pass(
 @op(tolerance=2**-7)
 def hc_head_norm(
     streams: Tensor,
-    fn: Tensor,
+    fn: Matrix,
     base: Tensor,
     scale: Tensor,
     weight: Tensor,
@@ -159,12 +170,84 @@ def hc_head_norm(
     return rms_norm(x, weight, eps=norm_eps)
 
 
-def _streams_fit(*, arch: str, mult: int, dim: int) -> bool:
+def _streams_fit(*, arch: str, mult: int, dim: int, placed: bool = False) -> bool:
     blocks = dim // 128
-    return arch in GPU_ARCHS and mult in (2, 4) and dim % 128 == 0 and blocks & (blocks - 1) == 0
+    fits = mult in (2, 4) and dim % 128 == 0 and blocks & (blocks - 1) == 0
+    return arch in GPU_ARCHS and fits and not placed
 
 
-@hc_post.impl("triton", supports=_streams_fit)
+def _placed_fit(*, arch: str, mult: int, dim: int, placed: bool = False) -> bool:
+    """placed: fn is a MixMatrix."""
+    from moet.kernels import device_streams
+
+    fits = mult == device_streams.MULT and dim % device_streams.BLOCK == 0
+    return arch in GPU_ARCHS and placed and fits and dim <= device_streams.MAX_DIM
+
+
+def _post_fits(*, arch: str, mult: int, dim: int, placed: bool = False) -> bool:
+    return _streams_fit(arch=arch, mult=mult, dim=dim)
+
+
+@hc_enter.impl("cuda", supports=_placed_fit)
+def _hc_enter_placed(
+    streams: Tensor,
+    fn: Matrix,
+    base: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    *,
+    norm_eps: float,
+    hc_eps: float,
+    num_iters: int,
+) -> tuple[Tensor | Activations, Tensor, Tensor]:
+    from moet.kernels.device_streams import MixMatrix, Site, collapse
+
+    assert isinstance(fn, MixMatrix)
+    site = Site(fn, base, scale, weight, norm_eps, hc_eps, num_iters)
+    return collapse(streams, site)[1:]
+
+
+@hc_pass.impl("cuda", supports=_placed_fit)
+def _hc_pass_placed(
+    y: Tensor,
+    streams: Tensor,
+    post: Tensor,
+    mix: Tensor,
+    fn: Matrix,
+    base: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    *,
+    norm_eps: float,
+    hc_eps: float,
+    num_iters: int,
+) -> tuple[Tensor, Tensor | Activations, Tensor, Tensor]:
+    from moet.kernels.device_streams import MixMatrix, Pending, Site, collapse
+
+    assert isinstance(fn, MixMatrix)
+    site = Site(fn, base, scale, weight, norm_eps, hc_eps, num_iters)
+    return collapse(streams, site, Pending(y, post, mix))
+
+
+@hc_head_norm.impl("cuda", supports=_placed_fit)
+def _hc_head_norm_placed(
+    streams: Tensor,
+    fn: Matrix,
+    base: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    *,
+    norm_eps: float,
+    hc_eps: float,
+) -> Tensor:
+    from moet.kernels.device_streams import MixMatrix, Site, collapse
+
+    assert isinstance(fn, MixMatrix)
+    site = Site(fn, base, scale, weight, norm_eps, hc_eps, 0)
+    return collapse(streams, site)[1].plain()
+
+
+@hc_post.impl("triton", supports=_post_fits)
 def _hc_post(y: Tensor, streams: Tensor, post: Tensor, mix: Tensor) -> Tensor:
     from moet.kernels import triton_hyper_connection
 
@@ -174,7 +257,7 @@ def _hc_post(y: Tensor, streams: Tensor, post: Tensor, mix: Tensor) -> Tensor:
 @hc_enter.impl("triton", supports=_streams_fit)
 def _hc_enter(
     streams: Tensor,
-    fn: Tensor,
+    fn: Matrix,
     base: Tensor,
     scale: Tensor,
     weight: Tensor,
@@ -182,9 +265,10 @@ def _hc_enter(
     norm_eps: float,
     hc_eps: float,
     num_iters: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor | Activations, Tensor, Tensor]:
     from moet.kernels import triton_hyper_connection
 
+    assert isinstance(fn, Tensor)
     return triton_hyper_connection.hc_enter(
         streams,
         fn,
@@ -203,7 +287,7 @@ def _hc_pass(
     streams: Tensor,
     post: Tensor,
     mix: Tensor,
-    fn: Tensor,
+    fn: Matrix,
     base: Tensor,
     scale: Tensor,
     weight: Tensor,
@@ -211,9 +295,10 @@ def _hc_pass(
     norm_eps: float,
     hc_eps: float,
     num_iters: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | Activations, Tensor, Tensor]:
     from moet.kernels import triton_hyper_connection
 
+    assert isinstance(fn, Tensor)
     return triton_hyper_connection.hc_pass(
         y,
         streams,
@@ -232,7 +317,7 @@ def _hc_pass(
 @hc_head_norm.impl("triton", supports=_streams_fit)
 def _hc_head_norm(
     streams: Tensor,
-    fn: Tensor,
+    fn: Matrix,
     base: Tensor,
     scale: Tensor,
     weight: Tensor,
@@ -242,6 +327,7 @@ def _hc_head_norm(
 ) -> Tensor:
     from moet.kernels import triton_hyper_connection
 
+    assert isinstance(fn, Tensor)
     return triton_hyper_connection.hc_head_norm(
         streams,
         fn,

@@ -16,6 +16,7 @@ from moet.kernels.attention import window_attention_q
 from moet.kernels.attention_inputs import CompressorSite, attention_inputs
 from moet.kernels.cache import EntryFormat, copy_entries
 from moet.kernels.device_gemm import Device
+from moet.kernels.device_streams import MixMatrix
 from moet.kernels.gemm import linear_fp32, streamed
 from moet.kernels.hyper_connection import hc_enter, hc_head_norm, hc_pass, hc_post
 from moet.kernels.indexer import index_select
@@ -332,23 +333,29 @@ class Residual:
         self.pending: tuple[Tensor, Tensor, Tensor] | None = None  # y, post, mix
 
 
+def _mix_matrix(weights: Weights, name: str, num_out: int, num_in: int) -> Tensor | MixMatrix:
+    """fn of a site, where the ops that collapse streams want it."""
+    fn = weights.fp32(name, num_out, num_in)
+    return streamed(fn) if weights.gpu is None else MixMatrix(fn, weights.gpu)
+
+
 class HyperConnection:
     """One site of a layer: streams to sublayer input, sublayer output back to streams."""
 
     def __init__(self, weights: Weights, config: DeepseekV4Config, site: str) -> None:
         mult, arch = config.hc_mult, weights.settings.arch
         rows = (2 + mult) * mult
-        self.fn = streamed(weights.fp32(f"hc_{site}_fn", rows, mult * config.hidden_size))
+        self.fn = _mix_matrix(weights, f"hc_{site}_fn", rows, mult * config.hidden_size)
         self.base = weights.fp32(f"hc_{site}_base", rows)
         self.scale = weights.fp32(f"hc_{site}_scale", 3)
         self.norm_weight = weights.fp32(f"{site}_norm.weight", config.hidden_size)
         self.config = config
-        facts = {"mult": mult, "dim": config.hidden_size}
+        facts = {"mult": mult, "dim": config.hidden_size, "placed": weights.gpu is not None}
         self._enter = hc_enter.bind(arch=arch, **facts)
         self._pass = hc_pass.bind(arch=arch, **facts)
         self._post = hc_post.bind(arch=arch, **facts)
 
-    def enter(self, residual: Residual) -> tuple[Tensor, Tensor, Tensor]:
+    def enter(self, residual: Residual) -> tuple[Tensor | Activations, Tensor, Tensor]:
         """The sublayer's normed input [n, dim]; post [n, h] and mix [n, h, h] for its output.
 
         What is pending in the residual is mixed into its streams first.
@@ -436,13 +443,15 @@ class Head:
 
     def __init__(self, weights: Weights, config: DeepseekV4Config, lm_head: LMHead) -> None:
         mult, dim = config.hc_mult, config.hidden_size
-        self.fn = streamed(weights.fp32("hc_head_fn", mult, mult * dim))
+        self.fn = _mix_matrix(weights, "hc_head_fn", mult, mult * dim)
         self.base = weights.fp32("hc_head_base", mult)
         self.scale = weights.fp32("hc_head_scale", 1)
         self.norm_weight = weights.fp32("norm.weight", dim)
         self.lm_head = lm_head
         self.norm_eps, self.hc_eps = config.rms_norm_eps, config.hc_eps
-        self._collapse = hc_head_norm.bind(arch=weights.settings.arch, mult=mult, dim=dim)
+        self._collapse = hc_head_norm.bind(
+            arch=weights.settings.arch, mult=mult, dim=dim, placed=weights.gpu is not None
+        )
 
     def __call__(self, streams: Tensor) -> Tensor:
         """[n, h, dim] to [n, vocab_size] fp32."""

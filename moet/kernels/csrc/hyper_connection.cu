@@ -1,0 +1,400 @@
+// From one sublayer's output to the next one's input: streams mixed, gates projected, streams
+// collapsed, normed and rounded to e4m3. Four streams. See hyper_connection.py and device_streams.py.
+//
+// A block is 128 channels of all streams. A row's product with fn is summed within a block by one
+// lane order and tree, over the blocks in ascending order, whichever kernel does it: a row's bits do
+// not depend on how many rows there are.
+#include "codec.cuh"
+#include "grid_sync.cuh"
+
+constexpr int MULT = 4, BLOCK = 128;
+constexpr int STEP_THREADS = 288;   // eight warps for channels, one for the mixing matrix
+constexpr int TILE_THREADS = 256;
+constexpr int PARTS = 32;           // fn rows of a block's sums; the last is the sum of squares
+constexpr int MAX_GROUPS = 2;       // of 8 channels, of a thread: dim <= 4096
+constexpr int TILE = MOET_SM == 90 ? 4 : 3;  // rows of a warp at once, as registers allow
+constexpr int MAX_OUTS = MULT * (2 + MULT);
+
+struct StreamsArgs {
+  const uint16_t* y;        // [rows, dim] bf16; null: the streams stay
+  const uint16_t* streams;  // [rows, 4, dim] bf16
+  const float* post;        // [rows, 4]
+  const float* mix;         // [rows, 4, 4]
+  const float* fn;          // [outs, 4 * dim]
+  const float* base;        // [outs]
+  const float* scale;       // [3]; a head: [1]
+  const float* weight;      // [dim]
+  uint16_t* mixed;          // [rows, 4, dim]; the streams if they stay
+  float* partial;           // [rows, blocks, PARTS]
+  uint32_t* counters;       // [grid y], zero between launches; null: sums only
+  uint16_t* x;              // [rows, dim] bf16
+  uint8_t* codes;           // [rows, dim] e4m3 in MMA order; or null
+  float* code_scale;        // [rows, dim / 128]
+  float* next_post;         // [rows, 4]; null: a head, which has no gates but the first
+  float* next_mix;          // [rows, 4, 4]
+  float norm_eps, hc_eps;
+  int rows, rows_each, dim, outs, iters;
+};
+
+DEVICE float low(uint32_t pair) { return bits_float(pair << 16); }
+DEVICE float high(uint32_t pair) { return bits_float(pair & 0xFFFF0000u); }
+DEVICE uint32_t packed(float lo, float hi) { return to_bf16(lo) | static_cast<uint32_t>(to_bf16(hi)) << 16; }
+DEVICE float sigmoid(float v) { return div_rn(1.0f, 1.0f + exp_precise(-v)); }
+
+// Four channels of a row.
+struct Four {
+  float v[4];
+};
+DEVICE Four load_four(const uint16_t* p) {
+  uint2 u = *reinterpret_cast<const uint2*>(p);
+  return {{low(u.x), high(u.x), low(u.y), high(u.y)}};
+}
+DEVICE Four unpack_four(uint2 u) { return {{low(u.x), high(u.x), low(u.y), high(u.y)}}; }
+
+// Stream k of a row from the old ones, rounded.
+DEVICE uint2 mix_four(const uint2* old, uint2 y, const float* post, const float* mix, int k) {
+  Four sum = unpack_four(y);
+  float gate = post[k];
+#pragma unroll
+  for (int i = 0; i < 4; i++) sum.v[i] *= gate;
+#pragma unroll
+  for (int j = 0; j < MULT; j++) {
+    Four stream = unpack_four(old[j]);
+    float m = mix[j * MULT + k];
+#pragma unroll
+    for (int i = 0; i < 4; i++) sum.v[i] = fma_rn(stream.v[i], m, sum.v[i]);
+  }
+  return {packed(sum.v[0], sum.v[1]), packed(sum.v[2], sum.v[3])};
+}
+
+DEVICE float warp_sum(float v) {
+#pragma unroll
+  for (int step = 16; step; step /= 2) v = add_rn(v, shuffle_xor(v, step));
+  return v;
+}
+
+// A row's sums over its blocks; every warp of `warps` 0..7 calls, each lane gets its own part.
+DEVICE float gather_parts(const StreamsArgs& p, int row, float* shared) {
+  int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, blocks = p.dim / BLOCK;
+  if (warp < 8) {
+    float sum = 0.0f;
+    for (int b = warp; b < blocks; b += 8)
+      sum = add_rn(sum, load_fresh(p.partial + (uint64_t(row) * blocks + b) * PARTS + lane));
+    shared[warp * PARTS + lane] = sum;
+  }
+  sync_threads();
+  float total = shared[lane];
+#pragma unroll
+  for (int w = 1; w < 8; w++) total = add_rn(total, shared[w * PARTS + lane]);
+  return total;
+}
+
+// Row softmax, then columns and rows in turn; ends on columns. In one thread's registers.
+DEVICE void balance(float* m, float eps, int iters) {
+#pragma unroll
+  for (int r = 0; r < MULT; r++) {
+    float* row = m + r * MULT;
+    float top = larger(larger(row[0], row[1]), larger(row[2], row[3]));
+#pragma unroll
+    for (int i = 0; i < MULT; i++) row[i] = exp_precise(row[i] - top);
+    float factor = div_rn(1.0f, (row[0] + row[1]) + (row[2] + row[3]));
+#pragma unroll
+    for (int i = 0; i < MULT; i++) row[i] = fma_rn(row[i], factor, eps);
+  }
+#pragma unroll 1
+  for (int n = 0; n < iters; n++) {
+    if (n) {
+#pragma unroll
+      for (int r = 0; r < MULT; r++) {
+        float* row = m + r * MULT;
+        float factor = div_approx(1.0f, ((row[0] + row[1]) + (row[2] + row[3])) + eps);
+#pragma unroll
+        for (int i = 0; i < MULT; i++) row[i] *= factor;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < MULT; i++) {
+      float factor = div_approx(1.0f, ((m[i] + m[4 + i]) + (m[8 + i] + m[12 + i])) + eps);
+#pragma unroll
+      for (int r = 0; r < MULT; r++) m[r * MULT + i] *= factor;
+    }
+  }
+}
+
+// The ninth warp: gates of the sublayer's output, and the matrix that mixes the streams after it.
+DEVICE void write_gates(const StreamsArgs& p, int row, float logit) {
+  int lane = threadIdx.x & 31;
+  if (lane >= MULT && lane < 2 * MULT)
+    p.next_post[uint64_t(row) * MULT + lane - MULT] = 2.0f * sigmoid(fma_rn(logit, p.scale[1], p.base[lane]));
+  float cell = 0.0f;
+  if (lane >= 2 * MULT && lane < MAX_OUTS) cell = fma_rn(logit, p.scale[2], p.base[lane]);
+  float m[MULT * MULT];
+#pragma unroll
+  for (int i = 0; i < MULT * MULT; i++) m[i] = bits_float(shuffle(float_bits(cell), 2 * MULT + i));
+  if (lane == 0) {
+    balance(m, p.hc_eps, p.iters);
+    float* to = p.next_mix + uint64_t(row) * MULT * MULT;
+#pragma unroll
+    for (int i = 0; i < MULT * MULT; i++) to[i] = m[i];
+  }
+}
+
+// Eight channels as e4m3 with a scale over sixteen threads' channels.
+DEVICE void write_codes(const StreamsArgs& p, int row, int channel, const uint32_t* pairs) {
+  float amax = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    amax = larger(amax, bits_float(float_bits(low(pairs[i])) & 0x7FFFFFFFu));
+    amax = larger(amax, bits_float(float_bits(high(pairs[i])) & 0x7FFFFFFFu));
+  }
+#pragma unroll
+  for (int step = 8; step; step /= 2) amax = larger(amax, shuffle_xor(amax, step));
+  int e = activation_exponent(amax);
+  if (channel >= p.dim) return;
+  float inverse = power_of_two(-e);
+  uint32_t words[2];
+#pragma unroll
+  for (int i = 0; i < 2; i++)
+    words[i] = to_e4m3x2(low(pairs[2 * i]) * inverse, high(pairs[2 * i]) * inverse) |
+               to_e4m3x2(low(pairs[2 * i + 1]) * inverse, high(pairs[2 * i + 1]) * inverse) << 16;
+  // layout.to_mma_order: the even words of 32 columns, then the odd ones.
+  uint8_t* to = p.codes + uint64_t(row) * p.dim + (channel & ~31) + ((channel >> 3) & 3) * 4;
+  *reinterpret_cast<uint32_t*>(to) = words[0];
+  *reinterpret_cast<uint32_t*>(to + 16) = words[1];
+  if ((channel & 127) == 0) p.code_scale[uint64_t(row) * (p.dim / BLOCK) + channel / BLOCK] = power_of_two(e);
+}
+
+// One row from its parts to its outputs, by all threads of a CTA.
+DEVICE void finish_row(const StreamsArgs& p, int row, float* shared) {
+  int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  uint4 raw[MAX_GROUPS][MULT];
+  if (warp < 8) {
+#pragma unroll
+    for (int g = 0; g < MAX_GROUPS; g++) {
+      int channel = (g * 256 + threadIdx.x) * 8;
+      if (channel < p.dim) {
+#pragma unroll
+        for (int k = 0; k < MULT; k++)
+          raw[g][k] = load_fresh(reinterpret_cast<const uint4*>(p.mixed + (uint64_t(row) * MULT + k) * p.dim + channel));
+      }
+    }
+  }
+  float total = gather_parts(p, row, shared);
+  float square = bits_float(shuffle(float_bits(total), PARTS - 1));
+  float logit = total * div_rn(1.0f, sqrt_rn(square / static_cast<float>(MULT * p.dim) + p.norm_eps));
+  if (warp == 8) {
+    if (p.next_post) write_gates(p, row, logit);
+    return;
+  }
+  float gate = lane < MULT ? sigmoid(fma_rn(logit, p.scale[0], p.base[lane])) + p.hc_eps : 0.0f;
+  float pre[MULT];
+#pragma unroll
+  for (int k = 0; k < MULT; k++) pre[k] = bits_float(shuffle(float_bits(gate), k));
+  uint32_t x[MAX_GROUPS][4];
+  float squares = 0.0f;
+#pragma unroll
+  for (int g = 0; g < MAX_GROUPS; g++) {
+    if ((g * 256 + threadIdx.x) * 8 < p.dim) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        float lo = 0.0f, hi = 0.0f;
+#pragma unroll
+        for (int k = 0; k < MULT; k++) {
+          uint32_t pair = i == 0 ? raw[g][k].x : i == 1 ? raw[g][k].y : i == 2 ? raw[g][k].z : raw[g][k].w;
+          lo = fma_rn(low(pair), pre[k], lo);
+          hi = fma_rn(high(pair), pre[k], hi);
+        }
+        x[g][i] = packed(lo, hi);
+        squares = fma_rn(low(x[g][i]), low(x[g][i]), squares);
+        squares = fma_rn(high(x[g][i]), high(x[g][i]), squares);
+      }
+    }
+  }
+  squares = warp_sum(squares);
+  float* sums = shared + 8 * PARTS;
+  if (lane == 0) sums[warp] = squares;
+  sync_named<256>(1);
+  float mean = sums[0];
+#pragma unroll
+  for (int w = 1; w < 8; w++) mean = add_rn(mean, sums[w]);
+  float factor = div_rn(1.0f, sqrt_rn(mean / static_cast<float>(p.dim) + p.norm_eps));
+#pragma unroll
+  for (int g = 0; g < MAX_GROUPS; g++) {
+    int channel = (g * 256 + threadIdx.x) * 8;
+    if (g * 2048 >= p.dim) break;
+    uint32_t out[4] = {0, 0, 0, 0};
+    if (channel < p.dim) {
+      const uint4* weight = reinterpret_cast<const uint4*>(p.weight + channel);
+      uint4 a = weight[0], b = weight[1];
+      uint32_t w[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        out[i] = packed(low(x[g][i]) * factor * bits_float(w[2 * i]), high(x[g][i]) * factor * bits_float(w[2 * i + 1]));
+      *reinterpret_cast<uint4*>(p.x + uint64_t(row) * p.dim + channel) = {out[0], out[1], out[2], out[3]};
+    }
+    if (p.codes) write_codes(p, row, channel, out);
+  }
+}
+
+// Few rows. Grid: blocks times groups of eight fn rows, then groups of rows_each rows. A warp has one
+// row of fn in registers. The CTA that is last of its rows finishes them.
+KERNEL(STEP_THREADS, 2) streams_step(GRID_CONSTANT StreamsArgs p) {
+  float* shared = reinterpret_cast<float*>(dynamic_shared());
+  int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, blocks = p.dim / BLOCK;
+  int block = static_cast<int>(blockIdx.x) % blocks, group = static_cast<int>(blockIdx.x) / blocks;
+  int out = group * 8 + warp, channel = block * BLOCK + lane * 4;
+  int first = blockIdx.y * p.rows_each, last = first + p.rows_each < p.rows ? first + p.rows_each : p.rows;
+  bool multiplies = warp < 8 && out < p.outs, leads = group == 0 && warp == 0;
+  uint4 fn[MULT];
+#pragma unroll
+  for (int k = 0; k < MULT; k++)
+    if (multiplies) fn[k] = *reinterpret_cast<const uint4*>(p.fn + (uint64_t(out) * MULT + k) * p.dim + channel);
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  if (multiplies) {
+    for (int row = first; row < last; row++) {
+      const uint16_t* streams = p.streams + uint64_t(row) * MULT * p.dim + channel;
+      uint2 old[MULT], y = {0, 0};
+      float post[MULT] = {}, mix[MULT * MULT] = {};
+#pragma unroll
+      for (int k = 0; k < MULT; k++) old[k] = *reinterpret_cast<const uint2*>(streams + k * p.dim);
+      if (p.y) {
+        y = *reinterpret_cast<const uint2*>(p.y + uint64_t(row) * p.dim + channel);
+#pragma unroll
+        for (int k = 0; k < MULT; k++) post[k] = p.post[uint64_t(row) * MULT + k];
+#pragma unroll
+        for (int k = 0; k < MULT * MULT; k++) mix[k] = p.mix[uint64_t(row) * MULT * MULT + k];
+      }
+      float sum = 0.0f, square = 0.0f;
+#pragma unroll
+      for (int k = 0; k < MULT; k++) {
+        uint2 stream = p.y ? mix_four(old, y, post, mix, k) : old[k];
+        if (leads && p.y)
+          *reinterpret_cast<uint2*>(p.mixed + (uint64_t(row) * MULT + k) * p.dim + channel) = stream;
+        Four v = unpack_four(stream);
+        uint32_t w[4] = {fn[k].x, fn[k].y, fn[k].z, fn[k].w};
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          sum = fma_rn(bits_float(w[i]), v.v[i], sum);
+          square = fma_rn(v.v[i], v.v[i], square);
+        }
+      }
+      float* parts = p.partial + (uint64_t(row) * blocks + block) * PARTS;
+      sum = warp_sum(sum);
+      if (lane == 0) parts[out] = sum;
+      if (leads) {
+        square = warp_sum(square);
+        if (lane == 0) parts[PARTS - 1] = square;
+      }
+    }
+  }
+  if (!p.counters) return;
+  uint32_t* arrived = reinterpret_cast<uint32_t*>(shared + 9 * PARTS);
+  sync_threads();
+  if (threadIdx.x == 0) {
+    fence_device();
+    *arrived = add_ordered(p.counters + blockIdx.y, 1);
+  }
+  sync_threads();
+  if (*arrived != gridDim.x - 1) return;
+  if (threadIdx.x == 0) p.counters[blockIdx.y] = 0;
+  for (int row = first; row < last; row++) {
+    finish_row(p, row, shared);
+    sync_threads();
+  }
+}
+LAUNCHABLE(streams_step, StreamsArgs, STEP_THREADS)
+
+// A lane's share of TILE rows: four channels of four streams times all rows of fn.
+struct TileSums {
+  float sum[TILE][MAX_OUTS], square[TILE];
+};
+
+DEVICE void load_rows(const StreamsArgs& p, int first, int last, int channel, uint2 (*old)[MULT], uint2* y) {
+#pragma unroll
+  for (int r = 0; r < TILE; r++) {
+    int row = first + r < last ? first + r : last - 1;
+#pragma unroll
+    for (int k = 0; k < MULT; k++)
+      old[r][k] = *reinterpret_cast<const uint2*>(p.streams + (uint64_t(row) * MULT + k) * p.dim + channel);
+    if (p.y) y[r] = *reinterpret_cast<const uint2*>(p.y + uint64_t(row) * p.dim + channel);
+  }
+}
+
+// Sums of all lanes of 32 values each; lane l gets value l in v[0], by the tree of warp_sum.
+template <int HALF>
+DEVICE void scatter_sums(float* v) {
+  bool upper = threadIdx.x & HALF;
+#pragma unroll
+  for (int i = 0; i < HALF; i++) {
+    float send = upper ? v[i] : v[i + HALF], keep = upper ? v[i + HALF] : v[i];
+    v[i] = add_rn(keep, shuffle_xor(send, HALF));
+  }
+  if constexpr (HALF > 1) scatter_sums<HALF / 2>(v);
+}
+
+// Many rows. Grid: blocks, then groups of rows_each rows. fn of a block lies in shared memory; a warp
+// mixes and multiplies TILE rows at once.
+KERNEL(TILE_THREADS, 1) streams_tiles(GRID_CONSTANT StreamsArgs p) {
+  uint4* fn = reinterpret_cast<uint4*>(dynamic_shared());  // [out][stream][lane]
+  int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, blocks = p.dim / BLOCK, block = blockIdx.x;
+  int channel = block * BLOCK + lane * 4;
+  int first = blockIdx.y * p.rows_each, last = first + p.rows_each < p.rows ? first + p.rows_each : p.rows;
+  for (int i = threadIdx.x; i < MAX_OUTS * MULT * 32; i += TILE_THREADS)
+    fn[i] = *reinterpret_cast<const uint4*>(p.fn + uint64_t(i >> 5) * p.dim + block * BLOCK + (i & 31) * 4);
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  sync_threads();
+  uint2 old[TILE][MULT], y[TILE] = {};
+  int row = first + warp * TILE;
+  if (row < last) load_rows(p, row, last, channel, old, y);
+#pragma unroll 1
+  for (; row < last; row += 8 * TILE) {
+    TileSums t = {};
+#pragma unroll
+    for (int k = 0; k < MULT; k++) {
+      Four v[TILE];
+#pragma unroll
+      for (int r = 0; r < TILE; r++) {
+        int at = row + r < last ? row + r : last - 1;
+        uint2 stream = old[r][k];
+        if (p.y) {
+          stream = mix_four(old[r], y[r], p.post + uint64_t(at) * MULT, p.mix + uint64_t(at) * MULT * MULT, k);
+          if (row + r < last)
+            *reinterpret_cast<uint2*>(p.mixed + (uint64_t(at) * MULT + k) * p.dim + channel) = stream;
+        }
+        v[r] = unpack_four(stream);
+#pragma unroll
+        for (int i = 0; i < 4; i++) t.square[r] = fma_rn(v[r].v[i], v[r].v[i], t.square[r]);
+      }
+#pragma unroll
+      for (int out = 0; out < MAX_OUTS; out++) {
+        uint4 u = fn[(out * MULT + k) * 32 + lane];
+        uint32_t w[4] = {u.x, u.y, u.z, u.w};
+#pragma unroll
+        for (int r = 0; r < TILE; r++)
+#pragma unroll
+          for (int i = 0; i < 4; i++) t.sum[r][out] = fma_rn(bits_float(w[i]), v[r].v[i], t.sum[r][out]);
+      }
+    }
+    if (row + 8 * TILE < last) load_rows(p, row + 8 * TILE, last, channel, old, y);
+#pragma unroll
+    for (int r = 0; r < TILE; r++) {
+      float values[PARTS] = {};
+#pragma unroll
+      for (int out = 0; out < MAX_OUTS; out++) values[out] = t.sum[r][out];
+      values[PARTS - 1] = t.square[r];
+      scatter_sums<16>(values);
+      if (row + r < last) p.partial[(uint64_t(row + r) * blocks + block) * PARTS + lane] = values[0];
+    }
+  }
+}
+LAUNCHABLE(streams_tiles, StreamsArgs, TILE_THREADS)
+
+// A CTA a row: what streams_tiles left.
+KERNEL(STEP_THREADS, 3) streams_finish(GRID_CONSTANT StreamsArgs p) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  finish_row(p, blockIdx.x, reinterpret_cast<float*>(dynamic_shared()));
+}
+LAUNCHABLE(streams_finish, StreamsArgs, STEP_THREADS)

@@ -1,0 +1,158 @@
+"""The hyper-connection ops on a GPU, by csrc/hyper_connection.cu: one launch for few rows, two for
+more. A row has the same bits either way. Knows tensors and a Launcher."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moet.kernels.device_gemm import Device
+from moet.kernels.quant import Activations
+from moet.kernels.stream_gemm import pointer
+
+MULT, BLOCK, PARTS = 4, 128, 32
+MAX_DIM = 4096
+FUSED_ROWS = (
+    4  # a row's last CTA finishes it alone, so more rows are finished by a launch of theirs
+)
+CODED_ROWS = 256  # steps of more rows are multiplied in tiles that round their inputs themselves
+TILED_ROWS = 64  # beyond, a CTA has rows enough to read its part of fn only once
+STEP_THREADS, TILE_THREADS = 288, 256
+STEP_SHARED, TILE_SHARED = (9 * PARTS + 4) * 4, 24 * MULT * BLOCK * 4
+STEP_GROUPS = 4  # of rows, which read the weights once each
+TILE_PASS = 32  # rows that the warps of a CTA take at once
+
+POINTERS = (
+    "y streams post mix fn base scale weight mixed partial counters x codes code_scale next_post "
+    "next_mix"
+)
+
+
+class StreamsArgs(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in POINTERS.split()),
+        *((name, ctypes.c_float) for name in ("norm_eps", "hc_eps")),
+        *((name, ctypes.c_int) for name in ("rows", "rows_each", "dim", "outs", "iters")),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class MixMatrix:
+    """fn of a site, [outs, 4 * dim] fp32, contiguous, and the device that multiplies with it."""
+
+    weight: Tensor
+    device: Device
+
+    def __post_init__(self) -> None:
+        assert self.weight.is_contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One place where streams are collapsed. base: [outs]; scale: [3], of a head [1]; weight of the
+    norm: [dim]; all fp32."""
+
+    fn: MixMatrix
+    base: Tensor
+    scale: Tensor
+    weight: Tensor
+    norm_eps: float
+    hc_eps: float
+    num_iters: int  # 0: a head, which has no gates but the first
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """What is not in the streams yet: y [n, dim] of a sublayer, its post [n, 4], mix [n, 4, 4]."""
+
+    y: Tensor
+    post: Tensor
+    mix: Tensor
+
+
+def collapse(
+    streams: Tensor, site: Site, pending: Pending | None = None
+) -> tuple[Tensor, Activations, Tensor, Tensor]:
+    """hc_pass, hc_enter without `pending`, or hc_head_norm if the site is a head.
+
+    streams: [n, 4, dim] bf16, contiguous. Returns streams, x, post and mix; of a head the last two
+    mean nothing. x has codes, too, up to CODED_ROWS rows, unless the site is a head.
+    """
+    num_rows, mult, dim = streams.shape
+    assert mult == MULT
+    assert streams.is_contiguous()
+    blocks, device, is_head = dim // BLOCK, streams.device, site.num_iters == 0
+    mixed = streams if pending is None else torch.empty_like(streams)
+    x = torch.empty(num_rows, dim, dtype=torch.bfloat16, device=device)
+    partial = torch.empty(num_rows * blocks * PARTS, dtype=torch.float32, device=device)
+    post = torch.empty(num_rows, MULT, dtype=torch.float32, device=device)
+    mix = torch.empty(num_rows, MULT, MULT, dtype=torch.float32, device=device)
+    made = Activations(x)
+    if num_rows <= CODED_ROWS and not is_head:
+        codes = torch.empty(num_rows, dim, dtype=torch.uint8, device=device)
+        made = Activations(x, codes, x.new_empty(num_rows, blocks, dtype=torch.float32))
+    if num_rows == 0:
+        return mixed, made, post, mix
+    args = StreamsArgs(
+        streams=streams.data_ptr(),
+        fn=site.fn.weight.data_ptr(),
+        base=site.base.data_ptr(),
+        scale=site.scale.data_ptr(),
+        weight=site.weight.data_ptr(),
+        mixed=mixed.data_ptr(),
+        partial=partial.data_ptr(),
+        x=x.data_ptr(),
+        codes=pointer(made.codes),
+        code_scale=pointer(made.scale),
+        next_post=None if is_head else post.data_ptr(),
+        next_mix=None if is_head else mix.data_ptr(),
+        norm_eps=site.norm_eps,
+        hc_eps=site.hc_eps,
+        rows=num_rows,
+        dim=dim,
+        outs=len(site.fn.weight),
+        iters=site.num_iters,
+    )
+    if pending is not None:
+        y, old_post, old_mix = (t.contiguous() for t in (pending.y, pending.post, pending.mix))
+        args.y, args.post, args.mix = y.data_ptr(), old_post.data_ptr(), old_mix.data_ptr()
+    _launch(site.fn.device, args)
+    return mixed, made, post, mix
+
+
+def _launch(device: Device, args: StreamsArgs) -> None:
+    """Sums over blocks of channels, then rows: in one launch if they are few."""
+    launcher, blocks = device.launcher, args.dim // BLOCK
+    fused = args.rows <= FUSED_ROWS
+    if fused:
+        args.counters = device.counters.data_ptr()
+    if args.rows <= TILED_ROWS or args.outs != MULT * (2 + MULT):
+        args.rows_each = 1 if fused else -(-args.rows // STEP_GROUPS)
+        grid = (blocks * -(-args.outs // 8), -(-args.rows // args.rows_each))
+        launcher.launch(
+            "streams_step", grid=grid, threads=STEP_THREADS, shared_bytes=STEP_SHARED, args=args
+        )
+    else:
+        args.rows_each = _tile_rows(args.rows, blocks, launcher.num_sms)
+        grid = (blocks, -(-args.rows // args.rows_each))
+        launcher.launch(
+            "streams_tiles", grid=grid, threads=TILE_THREADS, shared_bytes=TILE_SHARED, args=args
+        )
+    if not fused:
+        launcher.launch(
+            "streams_finish",
+            grid=args.rows,
+            threads=STEP_THREADS,
+            shared_bytes=STEP_SHARED,
+            args=args,
+        )
+
+
+def _tile_rows(num_rows: int, blocks: int, num_sms: int) -> int:
+    """Rows of a CTA: whole passes, as many as leave every SM a few CTAs."""
+    passes = -(-num_rows // TILE_PASS)
+    groups = max(1, 4 * num_sms // blocks)
+    return max(1, min(8, passes // groups)) * TILE_PASS

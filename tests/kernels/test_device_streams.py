@@ -1,0 +1,133 @@
+"""The hyper-connection kernels in emulation: their references, and whatever kernel does a row."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from torch import Tensor
+
+from moet.kernels import device_streams
+from moet.kernels.device_gemm import Device
+from moet.kernels.device_streams import MixMatrix
+from moet.kernels.hyper_connection import hc_enter, hc_head_norm, hc_pass
+from moet.kernels.layout import to_mma_order
+from moet.kernels.quant import Activations, fp8_encode
+from tests.kernels import emulation
+from tests.kernels.emulation import Emulator
+
+DIM = 256
+HC = {"norm_eps": 1e-6, "hc_eps": 1e-6}
+FACTS = {"mult": 4, "placed": True}
+
+
+@pytest.fixture(scope="module", params=[90, 120])
+def launcher(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+    """Of these kernels alone, which compile in a moment."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    folder = tmp_path_factory.mktemp("emulation")
+    return emulation.build(("hyper_connection",), request.param, folder, num_sms=3)
+
+
+@pytest.fixture
+def device(launcher: Emulator) -> Device:
+    return Device.around(launcher, f"sm{launcher.sm}a", "cpu")
+
+
+def site(outs: int, dim: int = DIM) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    fn, base = torch.randn(outs, 4 * dim) * 0.05, torch.randn(outs)
+    return fn, base, torch.rand(3 if outs > 4 else 1) + 0.5, torch.randn(dim)
+
+
+def step(num_rows: int, dim: int = DIM) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y, streams, post, mix."""
+    y = torch.randn(num_rows, dim).bfloat16()
+    streams = torch.randn(num_rows, 4, dim).bfloat16()
+    return y, streams, torch.rand(num_rows, 4) * 2, torch.rand(num_rows, 4, 4).softmax(-1)
+
+
+def close(found: Tensor, expected: Tensor, tolerance: float) -> None:
+    scale = expected.float().abs().amax()
+    assert (found.float() - expected.float()).abs().amax() <= tolerance * scale
+
+
+def assert_coded(x: Tensor | Activations) -> Tensor:
+    """The values, whose codes must be theirs."""
+    assert isinstance(x, Activations)
+    assert x.codes is not None
+    assert x.scale is not None
+    codes, exponents = fp8_encode(x.plain().float(), block=128)
+    assert torch.equal(x.codes, to_mma_order(codes.view(torch.uint8)))
+    assert torch.equal(x.scale, torch.exp2(exponents.float() - 127))
+    return x.plain()
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 4, 5])
+@pytest.mark.parametrize("dim", [DIM, 1152])
+def test_a_pass_is_its_reference(num_rows: int, dim: int, device: Device) -> None:
+    weights, before = site(24, dim), step(num_rows, dim)
+    placed = MixMatrix(weights[0], device), *weights[1:]
+    run = hc_pass.bind(arch=device.arch, dim=dim, **FACTS)
+    streams, x, post, mix = run(*before, *placed, **HC, num_iters=20)
+    expected = hc_pass(*before, *weights, **HC, num_iters=20)
+    if num_rows == 0:
+        assert streams.shape == (0, 4, dim)
+        return
+    assert isinstance(expected[1], Tensor)
+    close(streams, expected[0], 2**-8)
+    close(assert_coded(x), expected[1], hc_pass.tolerance)
+    close(post, expected[2], 1e-3)  # of streams that may round the other way
+    close(mix, expected[3], 1e-3)
+    assert (device.counters == 0).all()
+
+
+def test_entry_and_head_are_their_references(device: Device) -> None:
+    weights, (_, streams, _, _) = site(24), step(3)
+    enter = hc_enter.bind(arch=device.arch, dim=DIM, **FACTS)
+    found = enter(streams, MixMatrix(weights[0], device), *weights[1:], **HC, num_iters=20)
+    expected = hc_enter(streams, *weights, **HC, num_iters=20)
+    assert isinstance(expected[0], Tensor)
+    close(assert_coded(found[0]), expected[0], hc_enter.tolerance)
+    for a, b in zip(found[1:], expected[1:], strict=True):
+        close(a, b, 1e-5)
+    weights = site(4)
+    head = hc_head_norm.bind(arch=device.arch, dim=DIM, **FACTS)
+    x = head(streams, MixMatrix(weights[0], device), *weights[1:], **HC)
+    close(x, hc_head_norm(streams, *weights, **HC), hc_head_norm.tolerance)
+
+
+def test_a_row_has_the_same_bits_in_any_company(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone in one launch, among a few, and in tiles that end within a pass."""
+    weights, (y, streams, post, mix) = site(24), step(37)
+    placed = MixMatrix(weights[0], device), *weights[1:]
+    run = hc_pass.bind(arch=device.arch, dim=DIM, **FACTS)
+    few = run(y, streams, post, mix, *placed, **HC, num_iters=20)
+    monkeypatch.setattr(device_streams, "TILED_ROWS", 8)
+    many = run(y, streams, post, mix, *placed, **HC, num_iters=20)
+    for row in (0, 20, 36):
+        own = slice(row, row + 1)
+        alone = run(y[own], streams[own], post[own], mix[own], *placed, **HC, num_iters=20)
+        for whole in (few, many):
+            for a, b in zip(whole, alone, strict=True):
+                if isinstance(a, Activations):
+                    assert isinstance(b, Activations)
+                    assert torch.equal(a.plain()[own], b.plain())
+                    assert a.codes is not None
+                    assert b.codes is not None
+                    assert torch.equal(a.codes[own], b.codes)
+                else:
+                    assert isinstance(b, Tensor)
+                    assert torch.equal(a[own], b)
+
+
+def test_many_rows_come_without_codes(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_streams, "CODED_ROWS", 2)
+    weights, before = site(24), step(3)
+    run = hc_pass.bind(arch=device.arch, dim=DIM, **FACTS)
+    x = run(*before, MixMatrix(weights[0], device), *weights[1:], **HC, num_iters=2)[1]
+    assert isinstance(x, Activations)
+    assert x.codes is None
