@@ -15,7 +15,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moet.errors import CapacityError
 from moet.models.base import DraftingModel, ExpertProvider, Model
 from moet.runtime.batch import Batch, Row, StepResult
 from moet.runtime.chunk_runner import Chunk, ChunkRunner, PendingChunks
@@ -52,7 +51,11 @@ class Placement:
 
 
 class DeviceRunner:
-    """One model with its state on a device. Batches are launched and read in order."""
+    """One model with its state on a device. Batches are launched and read in order.
+
+    The experts must serve any step: a provider that raises CapacityError fails it, since a pass
+    that stopped midway has written over rings.
+    """
 
     def __init__(
         self,
@@ -144,8 +147,6 @@ class DeviceRunner:
                     pending.chunks = self._chunks.launch([_chunk(batch.rows[i]) for i in chunks])
                     pending.chunked = chunks
                     self.eager.save_snapshots([batch.rows[i] for i in chunks])
-            except CapacityError:  # the experts of so many rows: the eager runner goes by halves
-                others += chunks
             except Exception as error:
                 fail(result, chunks, error)
             if others:
