@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -72,8 +73,11 @@ def said(tokenizer: Tokenizer, token_ids: list[int], ends: tuple[int, ...]) -> s
 
 
 def is_right(question: Question, answer: str, wanted: str) -> bool:
-    """Calls must be the wanted ones to the letter; other answers must contain what was asked."""
+    """Calls must be the wanted ones to the letter; what a tool said may be told in other words,
+    with all that it said; other answers must contain what was asked."""
     sample = question.sample
+    if sample.task == "tool_result":
+        return _told(sample) <= _words(answer)
     if sample.task == "tool_call":
         return answer.strip() == wanted.strip()
     if sample.task == "json":
@@ -89,6 +93,19 @@ def follows_schema(sample: Sample, answer: str) -> bool:
     if not isinstance(value, dict) or set(value) != set(wanted):
         return False
     return all(isinstance(value[k], _JSON_KINDS[part["type"]]) for k, part in properties.items())
+
+
+def _told(sample: Sample) -> set[str]:
+    """The words of the wanted answer that come from the call or from its result."""
+    *_, called, result, _ = sample.messages
+    known = _words(result.content)
+    for call in called.tool_calls:
+        known |= _words(call.arguments)
+    return _words(sample.expect) & known
+
+
+def _words(text: str) -> set[str]:
+    return set(re.findall(r"[\w./-]*\w", text.lower()))
 
 
 def _parsed(text: str) -> Any:
