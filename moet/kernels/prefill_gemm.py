@@ -74,7 +74,8 @@ def tile_rows(launcher: Launcher) -> int:
 
 def entry_rows(launcher: Launcher, codec: str) -> int:
     """Token rows of a work list's entry at most, for weights of a codec."""
-    return min(96, tile_rows(launcher)) if codec == "nvfp4" else tile_rows(launcher)
+    rows = tile_rows(launcher)
+    return rows if codec != "nvfp4" else 96 if rows == 128 else 32
 
 
 def plan_rows(expert_ids: Tensor, slot_of: Tensor, rows: int) -> Work:

@@ -19,7 +19,7 @@ template <int CODEC, int GROUPS, int EPILOGUE, int STAGES, int DEPTH>
 struct PrefillGemm {
   static constexpr int TOKENS = 8 * GROUPS;
   // Token groups of an entry at most: NVFP4 sums three times and has registers for fewer.
-  static constexpr int MOST = CODEC == NVFP4 && GROUPS > 12 ? 12 : GROUPS;
+  static constexpr int MOST = CODEC == NVFP4 ? (MOET_SM == 90 ? 12 : 4) : GROUPS;
   static constexpr int CODE_BYTES = CODEC == NVFP4 ? 1024 : chunk_bytes(CODEC);  // of a warp's chunk
   static constexpr int WORDS = CODE_BYTES / 512;
   static constexpr bool SCALED = CODEC != BF16;
@@ -329,14 +329,26 @@ struct PrefillGemm {
         uint32_t a[4], mask = block ? ~low_block : low_block;
 #pragma unroll
         for (int i = 0; i < 4; i++) a[i] = all[i] & mask;
-        float part[4 * NT], s0 = e4m3_scale(row0, j % 2 * 2 + block), s1 = e4m3_scale(row1, j % 2 * 2 + block);
+        float s0 = e4m3_scale(row0, j % 2 * 2 + block), s1 = e4m3_scale(row1, j % 2 * 2 + block);
+        BOperand columns = b_advance(b, 256 * j);
+#if MOET_SM == 90
+        float part[4 * NT];
         mma_begin();
-        wide_block<NT>(part, a, b_advance(b, 256 * j));
+        wide_mma<MXFP4, NT>(part, a, columns, 0);
         mma_commit();
         mma_wait<0>();
         results_are_here<4 * NT>(part);
 #pragma unroll
         for (int i = 0; i < 4 * NT; i++) sum[i] = fma_rn(part[i], i % 4 < 2 ? s0 : s1, sum[i]);
+#else  // a group at a time: few registers
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+          float part[4];
+          mma_scaled<MXFP4, 1, 0, 0>(part, a, b_advance(columns, 1024 * n), 0, 0x7F7F7F7Fu);
+#pragma unroll
+          for (int i = 0; i < 4; i++) sum[4 * n + i] = fma_rn(part[i], i < 2 ? s0 : s1, sum[4 * n + i]);
+        }
+#endif
       }
     }
   }

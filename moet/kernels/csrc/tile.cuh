@@ -105,13 +105,3 @@ DEVICE void wide_chunk(float* part, const uint32_t (*a)[4], BOperand b, const Ro
   chunk_mma<CODEC, NT, PAIR>(part, a, b, s);
 #endif
 }
-
-// One block of NVFP4 weights, 32 columns of which only half are not zero.
-template <int NT>
-DEVICE void wide_block(float* part, const uint32_t* a, BOperand b) {
-#if MOET_SM == 90
-  wide_mma<MXFP4, NT>(part, a, b, 0);
-#else
-  mma_scaled<MXFP4, NT, 0, 0>(part, a, b, 0, 0x7F7F7F7Fu);
-#endif
-}
