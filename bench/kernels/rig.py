@@ -117,23 +117,29 @@ def read_rate(bench: Bench) -> None:
     bench.add("read, 4 GiB", rate, "TB/s", "higher", None, 0.0, "the 100 % of the other rows")
 
 
-def random_pool(format: ExpertRows, experts: int) -> ExpertPool:
+SCALE_BYTES = 108, 119  # the least and the largest exponent of random blocks
+
+
+def random_pool(
+    format: ExpertRows, experts: int, device: torch.device | str = DEVICE
+) -> ExpertPool:
     """Random codes with plausible scales, made on the device."""
     rows = torch.randint(
-        0, 256, (experts, format.row_bytes), dtype=torch.uint8, device=DEVICE
+        0, 256, (experts, format.row_bytes), dtype=torch.uint8, device=device
     ).view(experts, format.num_sub_rows, -1)
-    start = sum(format.part_bytes[:3])
+    start, (low, high) = sum(format.part_bytes[:3]), SCALE_BYTES
     rows[:, :, start:] = torch.randint(
-        108, 120, rows[:, :, start:].shape, dtype=torch.uint8, device=DEVICE
+        low, high + 1, rows[:, :, start:].shape, dtype=torch.uint8, device=device
     )
     base_rows = sum(n for n, _ in format.shapes)
     if format.name == "nvfp4":  # whose tensor scales follow the block scales
         base_rows, at = 0, start + sum(format.scale_bytes)
-        scale = torch.full((3,), 2.0**-12, device=DEVICE).view(torch.uint8)
+        scale = torch.full((3,), 2.0**-12, device=device).view(torch.uint8)
         rows[:, :, at : at + 12] = scale
-    bases = torch.full(
-        (experts, format.num_sub_rows, base_rows), 91, dtype=torch.uint8, device=DEVICE
-    )
+    # No row may reach further above its base than the format does: e5m2 ends there.
+    base = high - format.exponent_span if base_rows else 0
+    shape = experts, format.num_sub_rows, base_rows
+    bases = torch.full(shape, base, dtype=torch.uint8, device=device)
     return ExpertPool(format, rows.view(experts, -1), bases)
 
 
