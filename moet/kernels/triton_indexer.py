@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # mypy: disable-error-code="import-untyped, attr-defined, misc"
 """Index kernels: queries as MXFP4 values, scores of visible entries, and the exact choice of the
-best. A row's scores and choice never depend on other rows: one program per row and page, and a
-selection by bits of the score, block by block and then over the blocks' best."""
+best. A row's scores and choice never depend on other rows: each is scored by itself, and a
+selection goes by bits of the score, block by block, then over the blocks' best."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from moet.kernels.cache import Cache, Mxfp4Rows
 from moet.kernels.rows import Rows
 from moet.kernels.triton_common import (
+    CODED_ROWS,
     e2m1_codes,
     e2m1_values,
     exponent_byte,
@@ -24,6 +25,7 @@ from moet.kernels.triton_common import (
 )
 
 CHUNK = 8192  # scores that one program chooses from
+ROWS_EACH = 16  # of a chunk, that share a page's keys in one program
 SCORE_BYTES = 256 << 20  # most that the scores of one launch take; rows beyond it wait
 
 
@@ -77,6 +79,19 @@ def prepare_query(
 
 
 @triton.jit
+def load_keys(base, DIM: tl.constexpr, ENTRIES: tl.constexpr):
+    """The keys of a page: [ENTRIES, DIM] bf16, which holds them exactly."""
+    e = tl.arange(0, ENTRIES)
+    packed = tl.load(base + e[:, None] * (DIM // 2) + tl.arange(0, DIM // 2)[None, :])
+    packed = packed.to(tl.int32)
+    codes = tl.reshape(tl.join(packed & 15, packed >> 4), [ENTRIES, DIM // 32, 32])
+    scale_at = e[:, None] * (DIM // 32) + tl.arange(0, DIM // 32)[None, :]
+    byte = tl.load(base + ENTRIES * (DIM // 2) + scale_at).to(tl.int32)
+    values = e2m1_values(codes) * power_of_two(byte)[:, :, None]
+    return tl.reshape(values, [ENTRIES, DIM]).to(tl.bfloat16)
+
+
+@triton.jit(do_not_specialize=["num_rows", "rows_each"])
 def score_page(
     q,
     gate,
@@ -85,6 +100,8 @@ def score_page(
     positions,
     page_rows,
     page_table,
+    num_rows,
+    rows_each,
     gate_stride,
     gate_scale,
     table_stride,
@@ -97,31 +114,29 @@ def score_page(
     DIM: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):
-    """Scores of one row for the entries of one page. Rows that see no more than TOP_K need none."""
+    """Scores of rows_each rows for the entries of one page of each, which is read again only where
+    the next row has another. Rows that see no more than TOP_K need none."""
     page_idx = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
-    visible = (tl.load(positions + row) + 1) // RATIO
-    if (visible > TOP_K) & (page_idx * ENTRIES < visible):
-        page = tl.load(page_table + tl.load(page_rows + row) * table_stride + page_idx)
-        base = keys + page * PAGE_BYTES
-        e = tl.arange(0, ENTRIES)
-        packed = tl.load(base + e[:, None] * (DIM // 2) + tl.arange(0, DIM // 2)[None, :])
-        packed = packed.to(tl.int32)
-        codes = tl.reshape(tl.join(packed & 15, packed >> 4), [ENTRIES, DIM // 32, 32])
-        scale_at = e[:, None] * (DIM // 32) + tl.arange(0, DIM // 32)[None, :]
-        byte = tl.load(base + ENTRIES * (DIM // 2) + scale_at).to(tl.int32)
-        key = tl.reshape(e2m1_values(codes) * power_of_two(byte)[:, :, None], [ENTRIES, DIM])
-        h = tl.arange(0, HEADS_PAD)
-        d = tl.arange(0, DIM)
-        query = tl.load(
-            q + (row * HEADS + h[None, :]) * DIM + d[:, None], mask=(h < HEADS)[None, :], other=0.0
-        )
-        wanted = tl.maximum(tl.dot(key.to(tl.bfloat16), query.to(tl.bfloat16)), 0.0)
-        weight = tl.load(gate + row * gate_stride + h, mask=h < HEADS, other=0.0)
-        weight = weight.to(q.dtype.element_ty).to(tl.float32) * gate_scale
-        entry = page_idx * ENTRIES + e
-        score = tl.sum(wanted * weight[None, :], 1)
-        tl.store(scores + row * width + entry, score, mask=entry < visible)
+    first = tl.program_id(1).to(tl.int64) * rows_each
+    e, h, d = tl.arange(0, ENTRIES), tl.arange(0, HEADS_PAD), tl.arange(0, DIM)
+    entry = page_idx * ENTRIES + e
+    held = tl.full([], -1, tl.int64)
+    key = tl.zeros([ENTRIES, DIM], tl.bfloat16)
+    for i in range(tl.minimum(num_rows - first, rows_each)):
+        row = first + i
+        visible = (tl.load(positions + row) + 1) // RATIO
+        if (visible > TOP_K) & (page_idx * ENTRIES < visible):
+            page = tl.load(page_table + tl.load(page_rows + row) * table_stride + page_idx)
+            if page != held:
+                key = load_keys(keys + page * PAGE_BYTES, DIM, ENTRIES)
+                held = page
+            at = (row * HEADS + h[None, :]) * DIM + d[:, None]
+            query = tl.load(q + at, mask=(h < HEADS)[None, :], other=0.0)
+            wanted = tl.maximum(tl.dot(key, query.to(tl.bfloat16)), 0.0)
+            weight = tl.load(gate + row * gate_stride + h, mask=h < HEADS, other=0.0)
+            weight = weight.to(q.dtype.element_ty).to(tl.float32) * gate_scale
+            score = tl.sum(wanted * weight[None, :], 1)
+            tl.store(scores + row * width + entry, score, mask=entry < visible)
 
 
 @triton.jit
@@ -266,7 +281,8 @@ def _select(
     gate, gate_scale = heads
     scores = torch.empty((num_rows, width), dtype=torch.float32, device=q.device)
     if width > top_k:
-        score_page[(page_table.shape[1], num_rows)](
+        rows_each = ROWS_EACH if num_rows > CODED_ROWS else 1
+        score_page[(page_table.shape[1], triton.cdiv(num_rows, rows_each))](
             q,
             gate,
             keys.pages,
@@ -274,6 +290,8 @@ def _select(
             positions,
             page_rows,
             page_table,
+            num_rows,
+            rows_each,
             gate.stride(0),
             gate_scale,
             page_table.stride(0),

@@ -11,8 +11,14 @@ import triton.language as tl
 from torch import Tensor
 
 from moet.kernels.cache import Cache, Fp8Rows
-from moet.kernels.triton_common import load_rotation, rotate_pairs, store_fp8_row
-from moet.kernels.triton_indexer import prepare_heads
+from moet.kernels.triton_common import (
+    CODED_ROWS,
+    load_rotation,
+    load_turns,
+    rotate_pairs,
+    store_fp8_row,
+)
+from moet.kernels.triton_indexer import index_query, prepare_heads
 
 HEADS_EACH = 8
 INDEX_HEADS_EACH = 16
@@ -54,11 +60,14 @@ def norm_rope(
         head = part * EACH + tl.arange(0, EACH)
         at = head[:, None] * DIM + tl.arange(0, DIM)[None, :]
         inside = (head < HEADS)[:, None]
+        turns = inside & (tl.arange(0, DIM) >= DIM - ROPE)[None, :]
         x = tl.load(q + row * stride + at, mask=inside, other=0.0).to(tl.float32)
-        x = x * tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
-        x = x.to(out.dtype.element_ty).to(tl.float32)
-        cos, sin = load_rotation(cos_ptr, sin_ptr, row, DIM, ROPE)
-        x = rotate_pairs(x, cos, sin)
+        other = tl.load(q + row * stride + (at ^ 1), mask=turns, other=0.0).to(tl.float32)
+        factor = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
+        x = (x * factor).to(out.dtype.element_ty).to(tl.float32)
+        other = (other * factor).to(out.dtype.element_ty).to(tl.float32)
+        first, second = load_turns(cos_ptr, sin_ptr, row, DIM, ROPE)
+        x = x * first + other * second
         tl.store(out + row * HEADS * DIM + at, x.to(out.dtype.element_ty), mask=inside)
     elif INDEX_HEADS > 0:
         prepare_heads(
@@ -172,7 +181,10 @@ def query_heads(
     index_dim = (width - num_heads * head_dim) // max(1, index_heads)
     out = torch.empty((num_rows, num_heads, head_dim), dtype=q.dtype, device=q.device)
     index = torch.empty((num_rows, index_heads, index_dim), dtype=q.dtype, device=q.device)
-    parts = triton.cdiv(num_heads, HEADS_EACH) + triton.cdiv(index_heads, INDEX_HEADS_EACH)
+    # Many rows: the Hadamard product of the index query would take registers from all programs.
+    apart = num_rows > CODED_ROWS and index_heads > 0
+    together = 0 if apart else index_heads
+    parts = triton.cdiv(num_heads, HEADS_EACH) + triton.cdiv(together, INDEX_HEADS_EACH)
     if num_rows:
         norm_rope[(num_rows, parts)](
             q,
@@ -186,11 +198,14 @@ def query_heads(
             EACH=HEADS_EACH,
             DIM=head_dim,
             ROPE=2 * cos.shape[1],
-            INDEX_HEADS=index_heads,
+            INDEX_HEADS=together,
             INDEX_EACH=INDEX_HEADS_EACH,
             INDEX_DIM=index_dim,
             num_warps=4,
         )
+    if apart:
+        index_q = q[:, num_heads * head_dim :]
+        index = index_query(index_q, cos, sin, num_heads=index_heads, quantised=True)
     return out, index if index_heads else None
 
 

@@ -226,6 +226,19 @@ def test_query_heads(n: int, index_heads: int, device: torch.device) -> None:
         assert index is None
 
 
+def test_queries_of_many_rows_are_made_as_those_of_few(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q = randn(3, 4 * DIM + 24 * 64, device=device)
+    cos_sin = angles(torch.arange(3, device=device) * 77)
+    settings = {"num_heads": 4, "head_dim": DIM, "index_heads": 24, "eps": EPS}
+    few = triton_rows.query_heads(q, *cos_sin, **settings)
+    monkeypatch.setattr(triton_rows, "CODED_ROWS", 2)
+    many = triton_rows.query_heads(q, *cos_sin, **settings)
+    assert torch.equal(many[0], few[0])
+    assert torch.equal(many[1], few[1])
+
+
 @pytest.mark.parametrize(
     ("name", "chunk"), [*((name, 64) for name in LONG), *((name, 8192) for name in STEP_NAMES)]
 )
@@ -240,6 +253,20 @@ def test_index_select(
     real = rows.positions >= 0
     assert got.dtype == want.dtype
     assert torch.equal(got[real], want[real])
+
+
+@pytest.mark.parametrize("name", STEP_NAMES)
+def test_rows_that_share_a_program_are_scored_as_alone(
+    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of one sequence share the keys they are compared with; at borders others come in."""
+    rows = step(name, device)
+    inputs = index_inputs(rows, device)
+    settings = {"ratio": 4, "top_k": 32, "gate_scale": 0.3}
+    alone = triton_indexer.index_select(*inputs, rows, **settings)
+    monkeypatch.setattr(triton_indexer, "CODED_ROWS", 0)
+    monkeypatch.setattr(triton_indexer, "ROWS_EACH", 4)
+    assert torch.equal(triton_indexer.index_select(*inputs, rows, **settings), alone)
 
 
 def test_equal_scores_choose_the_first_entries(device: torch.device) -> None:
