@@ -22,9 +22,10 @@ from moet.models.base import ExpertProvider
 from moet.runtime.chunk_runner import Chunk, ChunkRunner
 from moet.runtime.device_runner import DeviceModel, Placement
 from moet.runtime.device_sampler import Kind
-from moet.runtime.graph_runner import GraphRunner, PendingStep, bucket_sizes
+from moet.runtime.graph_runner import GraphRunner, bucket_sizes
 from moet.runtime.kv_cache import KVCache
 from moet.runtime.sampler import SamplerState
+from moet.runtime.step_ring import PendingStep
 from moet.runtime.step_tensors import StepRow
 from moet.types import SamplingParams
 

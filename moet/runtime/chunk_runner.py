@@ -16,9 +16,10 @@ from torch import Tensor
 from moet.kernels.rows import Rows
 from moet.models.base import ExpertProvider, KVTensors
 from moet.runtime.device_sampler import Kind
-from moet.runtime.graph_runner import StepModel, StepOutput
+from moet.runtime.graph_runner import StepModel
 from moet.runtime.queues import Moment, Queue, to_queue
 from moet.runtime.slot_tensors import SlotTensors
+from moet.runtime.step_ring import StepOutput
 from moet.runtime.step_tensors import StepRow, StepTensors, fill
 
 

@@ -19,18 +19,13 @@ from moet.models.base import DraftingModel, ExpertProvider, Model
 from moet.runtime.batch import Batch, Row, StepResult
 from moet.runtime.chunk_runner import Chunk, ChunkRunner, PendingChunks
 from moet.runtime.device_sampler import Kind, kind_of, read_report
-from moet.runtime.graph_runner import (
-    GraphRunner,
-    PendingStep,
-    StepModel,
-    StepOutput,
-    bucket_sizes,
-)
+from moet.runtime.graph_runner import GraphRunner, StepModel, bucket_sizes
 from moet.runtime.kv_cache import KVCache
 from moet.runtime.model_runner import NAN_MESSAGE, ModelRunner, fail
 from moet.runtime.queues import Capture, Queue
 from moet.runtime.sampler import Proposal, SamplerState
 from moet.runtime.step_drafts import StepDraftModel
+from moet.runtime.step_ring import PendingStep, StepOutput
 from moet.runtime.step_tensors import StepRow
 from moet.types import Request
 

@@ -23,11 +23,12 @@ from torch import Tensor
 from moet.errors import ConfigError
 from moet.kernels.rows import Rows
 from moet.models.base import ExpertProvider, KVTensors, ModelOutput
-from moet.runtime.device_sampler import REPORT_WIDTH, Kind
+from moet.runtime.device_sampler import Kind
 from moet.runtime.grammar import num_words
-from moet.runtime.queues import Capture, Moment, Queue, Work
+from moet.runtime.queues import Capture, Queue, Work
 from moet.runtime.slot_tensors import SlotTensors
 from moet.runtime.step_drafts import StepDraftModel, StepDrafts
+from moet.runtime.step_ring import HostTensors, PendingStep, ReplayedStep
 from moet.runtime.step_tensors import StepRow, StepTensors, fill
 
 logger = logging.getLogger(__name__)
@@ -70,37 +71,6 @@ class Shape:
     num_rows: int
     num_pages: int
     drafts: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """What came back of a step, by its rows in order.
-
-    tokens: new ones of each sequence. is_bad: its first row's logits were no numbers. reports:
-    [num_tokens, REPORT_WIDTH] of each, for Kind.FULL. fault: bits of the model's kernels, 0: none.
-    proposals: drafts of each sequence, if the step made some.
-    """
-
-    tokens: list[list[int]]
-    is_bad: list[bool]
-    reports: list[Tensor] | None
-    fault: int
-    time_s: float
-    proposals: list[list[int]] | None = None
-
-
-class PendingStep(Protocol):
-    """A launched step, and when it begins and ends on the device."""
-
-    @property
-    def started(self) -> Moment: ...
-
-    @property
-    def ended(self) -> Moment: ...
-
-    def result(self) -> StepOutput:
-        """Wait for the step. Must be called once, in the order of the launches."""
-        ...
 
 
 class GraphRunner:
@@ -148,7 +118,7 @@ class GraphRunner:
         self._finish: dict[tuple[int, int, Kind], Work] = {}
         self._is_sealed = False
         self._ring = [
-            _HostTensors.of(queue, self.buckets[-1], self.rows_per_seq[-1], words, num_drafts)
+            HostTensors.of(queue, self.buckets[-1], self.rows_per_seq[-1], words, num_drafts)
             for _ in range(RING_STEPS)
         ]
         self._num_launched = self._num_read = 0
@@ -294,8 +264,8 @@ class GraphRunner:
             ended = self.queue.moment()
         num_rows = [row.num_tokens for row in rows]
         self._num_launched += 1
-        return _Pending(
-            self, self._num_launched - 1, num_rows, out, reports, proposed, started, ended
+        return ReplayedStep(
+            self.read, self._num_launched - 1, num_rows, out, reports, proposed, started, ended
         )
 
     def step_of(self, shape: Shape) -> StepTensors:
@@ -326,7 +296,7 @@ class GraphRunner:
         step.sent.copy_(sent)
 
     def _send_masks(
-        self, rows: Sequence[StepRow], num_rows: int, host: _HostTensors, kind: Kind
+        self, rows: Sequence[StepRow], num_rows: int, host: HostTensors, kind: Kind
     ) -> None:
         wanted = kind == Kind.FULL and any(row.masks is not None for row in rows)
         if not wanted and not self._has_masks:
@@ -341,63 +311,6 @@ class GraphRunner:
             if row.masks is not None:
                 host.masks[i * num_rows : i * num_rows + row.num_tokens] = row.masks
         self._masks[:num_tokens].copy_(host.masks[:num_tokens], non_blocking=True)
-
-
-@dataclass(frozen=True, slots=True)
-class _HostTensors:
-    """One place of the ring."""
-
-    sent: Tensor
-    out: Tensor
-    reports: Tensor
-    masks: Tensor
-    proposed: Tensor
-
-    @classmethod
-    def of(
-        cls, queue: Queue, num_seqs: int, num_rows: int, words: int, num_drafts: int
-    ) -> _HostTensors:
-        num_tokens = num_seqs * num_rows
-        num_sent = StepTensors.num_sent(num_seqs, num_rows)
-        return cls(
-            sent=queue.host_tensor(num_sent, dtype=torch.int64),
-            out=queue.host_tensor((1 + num_seqs) * (num_rows + 2), dtype=torch.int64),
-            reports=queue.host_tensor(num_tokens, REPORT_WIDTH, dtype=torch.int64),
-            masks=queue.host_tensor(num_tokens, words, dtype=torch.int32),
-            proposed=queue.host_tensor(num_seqs * (1 + num_drafts), dtype=torch.int64),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    runner: GraphRunner
-    number: int
-    num_rows: list[int]
-    out: Tensor
-    reports: Tensor | None
-    proposed: Tensor | None
-    started: Moment
-    ended: Moment
-
-    def result(self) -> StepOutput:
-        self.ended.wait()
-        values = self.out.tolist()
-        width = self.out.shape[1] - 2
-        tokens = [line[: line[width]] for line in values[1 : 1 + len(self.num_rows)]]
-        is_bad = [line[width + 1] != 0 for line in values[1 : 1 + len(self.num_rows)]]
-        reports = None
-        if self.reports is not None:
-            reports = [
-                self.reports[i * width : i * width + len(held)].clone()
-                for i, held in enumerate(tokens)
-            ]
-        proposals = None
-        if self.proposed is not None:
-            lines = self.proposed[: len(self.num_rows)].tolist()
-            proposals = [line[1 : 1 + line[0]] for line in lines]
-        self.runner.read(self.number)
-        time_s = self.started.seconds_to(self.ended)
-        return StepOutput(tokens, is_bad, reports, values[0][0], time_s, proposals)
 
 
 def reaches(max_pages: int) -> tuple[int, ...]:
