@@ -25,10 +25,10 @@ from moet.kernels.triton_common import (
     store_fp8_row,
 )
 from moet.kernels.triton_compressor import (
+    NUM_WARPS,
     close_window,
     keep_last,
     keep_state,
-    num_warps,
     tokens_at_once,
 )
 from moet.kernels.triton_rows import fp8_form
@@ -313,7 +313,7 @@ def _site_facts(
         "SITES": len(sites),
         "RATIO": ratio,
         "LENGTH": length,
-        "TOKENS": tokens_at_once(ratio, length),
+        "TOKENS": tokens_at_once(length),
         "RING": sites[0].state.form.entries_per_page if sites else 1,
         "start_cos": sites[0].cos if sites else cos,
         "start_sin": sites[0].sin if sites else sin,
@@ -362,7 +362,6 @@ def attention_inputs(
     if num_rows == 0:
         return found
     projections = kv_norm_weight.unsqueeze(0) if projected is None else projected
-    ratio = compressors[0].ape.shape[0] if compressors else 1
     prepare[(2 + len(compressors), num_rows)](
         qr_kv,
         q_norm_weight,
@@ -393,7 +392,7 @@ def attention_inputs(
         ROPE=2 * cos.shape[1],
         WINDOW_SCALES=form.planes().bytes_per_entry[1],
         KEEP=rows.short,
-        num_warps=num_warps(ratio),
+        num_warps=NUM_WARPS,
         **_site_facts(compressors, window, kv_norm_weight, cos, sin),
     )
     if not rows.short:

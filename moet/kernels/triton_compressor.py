@@ -236,13 +236,12 @@ def close_windows(
             )
 
 
-def num_warps(ratio: int) -> int:
-    """Of a program that closes windows: the longer ones are read by more threads."""
-    return 16 if ratio >= 32 else 8
+NUM_WARPS = 4  # most programs of a chunk close no window: they must be many on a chip
 
 
-def tokens_at_once(ratio: int, length: int) -> int:
-    return min(length, 32 if ratio >= 32 else 16)
+def tokens_at_once(length: int) -> int:
+    """As many as leave a program registers for the sums. A row's bits depend on it."""
+    return min(length, 4)
 
 
 def keep_last(projected: Tensor, ape: Tensor, state: Cache, rows: Rows) -> None:
@@ -305,7 +304,7 @@ def compress(
         eps,
         RATIO=ratio,
         LENGTH=length,
-        TOKENS=tokens_at_once(ratio, length),
+        TOKENS=tokens_at_once(length),
         RING=state.form.entries_per_page,
         WIDTH=form.width,
         CHANNELS=channels,
@@ -316,7 +315,7 @@ def compress(
         ROTATE=rotate,
         FP8=isinstance(form, Fp8Rows),
         BF16=dtype == torch.bfloat16,
-        num_warps=num_warps(ratio),
+        num_warps=NUM_WARPS,
     )
     if not rows.short:
         keep_last(projected, ape, state, rows)
