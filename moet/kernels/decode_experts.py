@@ -8,6 +8,7 @@ the kernels of `csrc/moe_decode.cu`; knows no model, request or policy of reside
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moet.errors import UnsupportedError
-from moet.kernels.stream_experts import ExpertPool, SharedExpert, codec_of
+from moet.kernels.stream_experts import ExpertPool, SharedExpert, Work, codec_of
 from moet.kernels.stream_gemm import (
     CHUNKS_PER_STAGE,
     THREADS,
@@ -80,6 +81,7 @@ class ChooseArgs(ctypes.Structure):
         ("slot_of", ctypes.c_void_p * 2),
         *((name, ctypes.c_void_p) for name in ("expert_ids", "weights", "chosen", "num_chosen")),
         *((name, ctypes.c_void_p) for name in ("counters", "partial", "arrived", "error")),
+        *((name, ctypes.c_void_p) for name in ("entries", "num_entries", "places")),
         *((name, ctypes.c_int32) for name in ("tokens", "k", "chunks", "experts", "top_k")),
         *((name, ctypes.c_int32) for name in ("tiles", "slices", "slice_stages")),
         *((name, ctypes.c_int32) for name in ("first_half_stages", "num_counters", "sigmoid")),
@@ -105,7 +107,8 @@ class Choice:
 
     expert_ids, weights: [T, top_k], -1 and 0 for a token at a position below 0. chosen: per chosen
     expert 16 bytes (slot, expert and source, which choice of each token). counters: zeros, which
-    the launch that follows uses up, so that a Choice serves one `mix`.
+    the launch that follows uses up, so that a Choice serves one `mix`. work: the same list for
+    the separate launches, with room for every pair; of the first pool alone.
     """
 
     expert_ids: Tensor
@@ -113,6 +116,7 @@ class Choice:
     chosen: Tensor  # int32 [max_chosen, 4]
     num_chosen: Tensor  # int32 [1]
     counters: Tensor  # int32
+    work: Work
 
 
 def _max_chosen(tokens: int, top_k: int, experts: int) -> int:
@@ -121,16 +125,18 @@ def _max_chosen(tokens: int, top_k: int, experts: int) -> int:
 
 
 def _empty_choice(tokens: int, top_k: int, experts: int, dim: int, x: Tensor) -> Choice:
-    most = _max_chosen(tokens, top_k, experts)
+    most, pairs = _max_chosen(tokens, top_k, experts), tokens * top_k
     counters = most + 4 * -(-dim // 64)
-    numbers = torch.empty(4 * most + 4 + counters, dtype=torch.int32, device=x.device)
-    chosen, count, counts = torch.split_with_sizes(numbers, [4 * most, 4, counters])
+    sizes = [4 * most, 4, 4 * pairs, 4, pairs, counters]  # 16-byte places for the lists
+    numbers = torch.empty(sum(sizes), dtype=torch.int32, device=x.device)
+    chosen, count, entries, num_entries, places, counts = torch.split_with_sizes(numbers, sizes)
     return Choice(
         torch.empty(tokens, top_k, dtype=torch.int64, device=x.device),
         torch.empty(tokens, top_k, dtype=torch.float32, device=x.device),
         chosen.view(most, 4),
         count[:1],
         counts,
+        Work(entries.view(pairs, 4), num_entries[:1], places),
     )
 
 
@@ -204,7 +210,7 @@ def given(
     (tokens, top_k), experts = expert_ids.shape, slot_of.shape[0]
     _check(tokens, top_k, experts)
     empty = _empty_choice(tokens, top_k, experts, dim, expert_ids)
-    choice = Choice(expert_ids, weights, empty.chosen, empty.num_chosen, empty.counters)
+    choice = dataclasses.replace(empty, expert_ids=expert_ids, weights=weights)
     args = _choose_args(choice, slot_of, preferred, tokens, error)
     if tokens:
         _launch_choose(launcher, args, 1)
@@ -219,7 +225,8 @@ def _choose_args(
     args.expert_ids, args.weights = choice.expert_ids.data_ptr(), choice.weights.data_ptr()
     args.chosen, args.num_chosen = choice.chosen.data_ptr(), choice.num_chosen.data_ptr()
     args.counters, args.num_counters = choice.counters.data_ptr(), choice.counters.numel()
-    args.error = error.data_ptr()
+    args.error, args.entries = error.data_ptr(), choice.work.entries.data_ptr()
+    args.num_entries, args.places = choice.work.num_entries.data_ptr(), choice.work.pairs.data_ptr()
     return args
 
 

@@ -47,7 +47,8 @@ class Device:
 
     error: [1] int32, bits that a kernel sets when it met what must not be (`stream_gemm.cuh`,
     ErrorBit); whoever runs a step reads it. counters: int32, zero between launches. fused_rows: up
-    to how many rows the experts of a layer are two launches (`decode_experts.py`).
+    to how many rows the experts of a layer are two launches (`decode_experts.py`). paired_rows: up
+    to how many they are four, the routed ones beside the shared one (`paired_experts.py`).
     """
 
     arch: str
@@ -56,6 +57,7 @@ class Device:
     error: Tensor
     counters: Tensor
     fused_rows: int = 0
+    paired_rows: int = 0
     _group_work: dict[tuple[int, int, int], Work] = field(default_factory=dict)
 
     @classmethod

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from moet.errors import UnsupportedError
-from moet.kernels import decode_experts, device_gemm, prefill_gemm, stream_experts
+from moet.kernels import (
+    decode_experts,
+    device_gemm,
+    paired_experts,
+    prefill_gemm,
+    stream_experts,
+)
 from moet.kernels.device_gemm import Device, PackedMatrix
 from moet.kernels.layout import ExpertRows
 from moet.kernels.moe import ExpertTable
@@ -71,8 +77,11 @@ def moe(
     if expert is None:
         raise UnsupportedError("no kernel reads a shared expert that is not fp8")
     x = as_activations(x)
-    if x.num_rows <= device.fused_rows and pool.format.name in FUSED_FORMATS:
-        return _fused(x, token_ids, positions, router, table, pool, expert, limit, weigh_output)
+    fused = x.num_rows <= device.fused_rows and pool.format.name in FUSED_FORMATS
+    if fused or (
+        x.num_rows <= device.paired_rows and paired_experts.fits(device.launcher, pool, expert)
+    ):
+        return _few(x, token_ids, positions, router, table, pool, expert, limit, weigh_output)
     expert_ids, weights = route(x, token_ids, positions, router)
     table.prepare(expert_ids)  # what has to come does so while the shared expert runs
     if x.num_rows > device_gemm.STREAM_ROWS:
@@ -135,7 +144,7 @@ def moe(
     )
 
 
-def _fused(
+def _few(
     x: Activations,
     token_ids: Tensor,
     positions: Tensor,
@@ -146,12 +155,12 @@ def _fused(
     limit: float | None,
     weigh_output: bool,
 ) -> Tensor:
-    """For few rows: one launch chooses, one does all the rest."""
+    """For few rows: one launch chooses, one does all the rest, or three in pairs."""
     device = device_of(router)
     assert isinstance(router.weight, PackedMatrix)
     stored = router.weight.stored
     codes, scale = x.codes, x.scale
-    if codes is None:
+    if codes is None or scale is None:
         codes, scale = stream_experts.quantise(device.launcher, x.plain())
     partial = torch.empty(
         stored.slices(device.launcher) * x.num_rows * stored.out_features,
@@ -181,6 +190,18 @@ def _fused(
             error=device.error,
         )
         table.join()
+    if x.num_rows <= device.paired_rows and paired_experts.fits(device.launcher, pool, shared):
+        return paired_experts.mix_in_pairs(
+            device.launcher,
+            codes,
+            scale,
+            choice,
+            pool,
+            shared,
+            limit=limit,
+            error=device.error,
+            weigh_output=weigh_output,
+        )
     return decode_experts.mix(
         device.launcher,
         codes,

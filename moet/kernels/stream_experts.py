@@ -62,7 +62,7 @@ class RouteArgs(ctypes.Structure):
 
 class CombineArgs(ctypes.Structure):
     _fields_: ClassVar = [
-        *((name, ctypes.c_void_p) for name in ("parts", "weights", "shared", "out")),
+        *((name, ctypes.c_void_p) for name in ("parts", "weights", "shared", "out", "expert_ids")),
         *((name, ctypes.c_int32) for name in ("tokens", "top_k", "dim", "bf16")),
     ]
 
@@ -171,16 +171,18 @@ def combine(
     weights: Tensor | None = None,
     shared: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
+    expert_ids: Tensor | None = None,
 ) -> Tensor:
     """Sum a token's parts in the order of its choices, in fp32, then add the shared expert.
 
-    parts: [T * top_k, D] bf16, D even; weights: [T, top_k] fp32; shared: [T, D] bf16.
+    parts: [T * top_k, D] bf16, D even; weights: [T, top_k] fp32; shared: [T, D] bf16. expert_ids:
+    [T, top_k] int64, where a token whose first one is below 0 has no parts.
     Returns [T, D] fp32 or bf16.
     """
     tokens, dim = parts.shape[0] // top_k, parts.shape[1]
     out = torch.empty(tokens, dim, dtype=dtype, device=parts.device)
     args = CombineArgs(
-        parts.data_ptr(), pointer(weights), pointer(shared), out.data_ptr(), tokens, top_k, dim
+        *(pointer(x) for x in (parts, weights, shared, out, expert_ids)), tokens, top_k, dim
     )
     args.bf16 = dtype == torch.bfloat16
     grid = min(-(-tokens * dim // 512), 8 * launcher.num_sms)
@@ -253,22 +255,39 @@ class ExpertPool:
             stages=num_stages(codec_of(format), chunks, 1, 1),
             max_shared_bytes=launcher.max_shared_bytes,
         )
+        args = self.up_arguments(x, x_scale, work, h, pair_weight, top_k, limit, error, early)
+        if num_pairs:
+            run(launcher, instance, args, items=work.entries.shape[0] * args.tiles)
+        return h
+
+    def up_arguments(
+        self,
+        x: Tensor,
+        x_scale: Tensor,
+        work: Work,
+        h: Tensor,
+        pair_weight: Tensor | None,
+        top_k: int,
+        limit: float | None,
+        error: Tensor,
+        early: bool,
+    ) -> StreamArgs:
+        """What a launch of gate and up needs to know; see gate_up. h is the result."""
+        format = self.format
         args = StreamArgs(swiglu_limit=float("inf") if limit is None else limit, early=early)
         self.fill(args, work, error)
         parts = self.parts()
         args.parts[0], args.parts[1] = parts[0], parts[1]
         args.x, args.x_scale, args.out = x.data_ptr(), x_scale.data_ptr(), h.data_ptr()
         args.pair_weight = pointer(pair_weight)
-        args.num_rows, args.x_divisor, args.k = num_pairs, top_k, x.shape[1]
+        args.num_rows, args.x_divisor, args.k = h.shape[0], top_k, x.shape[1]
         args.ld_x, args.ld_out = x.stride(0), h.stride(0)
         args.ld_x_scale, args.x_group_stride = x_scale.stride(0), x_scale.stride(1)
-        args.segments, args.chunks = 1, chunks
+        args.segments, args.chunks = 1, format.shapes[0][1] // 128
         args.tiles_per_segment = format.shapes[0][0] // 32
         args.tiles = args.tiles_per_segment * format.num_sub_rows
         args.columns = format.columns
-        if num_pairs:
-            run(launcher, instance, args, items=work.entries.shape[0] * args.tiles)
-        return h
+        return args
 
     def down(
         self, launcher: Launcher, h: Tensor, work: Work, *, error: Tensor, early: bool = False
@@ -290,20 +309,36 @@ class ExpertPool:
             stages=stages,
             max_shared_bytes=launcher.max_shared_bytes,
         )
+        args = self.down_arguments(h, work, out, error, early)
+        if h.shape[0]:
+            items = work.entries.shape[0] * args.tiles
+            run(launcher, instance, args, items=items, half_stages=self.down_half())
+        return out
+
+    def down_half(self) -> int:
+        """After how many stages the sum over the columns of down is halved; 0: in the middle."""
+        format = self.format
+        if format.num_sub_rows == 1:
+            return 0
+        chunks = format.shapes[2][1] // 128
+        stages = num_stages(codec_of(format), chunks, format.num_sub_rows, 1)
+        return 2 * stages // format.num_sub_rows
+
+    def down_arguments(
+        self, h: Tensor, work: Work, out: Tensor, error: Tensor, early: bool
+    ) -> StreamArgs:
+        """What a launch of down needs to know; see down. out is the result."""
+        format = self.format
         args = StreamArgs(early=early, x_divisor=1)
         self.fill(args, work, error)
         args.parts[0] = args.parts[1] = self.parts()[2]
         args.x, args.out = h.data_ptr(), out.data_ptr()
         args.num_rows, args.k = h.shape[0], h.shape[1]
         args.ld_x, args.ld_out = h.stride(0), out.stride(0)
-        args.segments, args.chunks = format.num_sub_rows, chunks
+        args.segments, args.chunks = format.num_sub_rows, format.shapes[2][1] // 128
         args.tiles = args.tiles_per_segment = format.shapes[2][0] // 64
         args.columns = format.hidden_size
-        half = 2 * stages // format.num_sub_rows if format.num_sub_rows > 1 else 0
-        if h.shape[0]:
-            items = work.entries.shape[0] * args.tiles
-            run(launcher, instance, args, items=items, half_stages=half)
-        return out
+        return args
 
     def mixture(
         self,
@@ -398,8 +433,25 @@ class SharedExpert:
         workspace: Workspace | None,
     ) -> Tensor:
         """q: [T, D] e4m3 in MMA order with scale [T, ceil(D/128)]. Returns [T, D] bf16."""
-        hidden = self.intermediate_size
-        h = torch.empty(q.shape[0], hidden, dtype=torch.bfloat16, device=q.device)
+        h = torch.empty(q.shape[0], self.intermediate_size, dtype=torch.bfloat16, device=q.device)
+        args = self.up_arguments(q, scale, h, limit, error)
+        instance = choose(
+            "fp8",
+            8,
+            "swiglu",
+            quantise=False,
+            wide=True,
+            stages=num_stages("fp8", args.chunks, 1, 1),
+            max_shared_bytes=launcher.max_shared_bytes,
+        )
+        if q.shape[0]:
+            run(launcher, instance, args, items=-(-q.shape[0] // 8) * args.tiles)
+        return self.down(launcher, h, None, error=error, workspace=workspace)
+
+    def up_arguments(
+        self, q: Tensor, scale: Tensor, h: Tensor, limit: float | None, error: Tensor
+    ) -> StreamArgs:
+        """What a launch of gate and up needs to know. h: [T, I] bf16, the result."""
         _, rows, columns = self.planes.shape
         args = StreamArgs(swiglu_limit=float("inf") if limit is None else limit, x_divisor=1)
         args.weights, args.bases = self.planes.data_ptr(), self.scales.data_ptr()
@@ -407,21 +459,9 @@ class SharedExpert:
         args.parts[1] = Part(rows * columns, 0, 4 * self.scales[0].numel())
         args.x, args.x_scale, args.out = q.data_ptr(), scale.data_ptr(), h.data_ptr()
         args.error, args.num_slots, args.num_rows = error.data_ptr(), 1, q.shape[0]
-        args.k, args.ld_x, args.ld_out = q.shape[1], q.stride(0), hidden
+        args.k, args.ld_x, args.ld_out = q.shape[1], q.stride(0), h.stride(0)
         args.ld_x_scale, args.x_group_stride = scale.stride(0), scale.stride(1)
         args.segments, args.slices, args.chunks = 1, 1, columns // 128
         args.tiles = args.tiles_per_segment = rows // 32
-        args.columns = hidden
-        stages = num_stages("fp8", args.chunks, 1, 1)
-        instance = choose(
-            "fp8",
-            8,
-            "swiglu",
-            quantise=False,
-            wide=True,
-            stages=stages,
-            max_shared_bytes=launcher.max_shared_bytes,
-        )
-        if q.shape[0]:
-            run(launcher, instance, args, items=-(-q.shape[0] // 8) * args.tiles)
-        return self.down(launcher, h, None, error=error, workspace=workspace)
+        args.columns = self.intermediate_size
+        return args

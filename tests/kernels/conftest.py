@@ -16,5 +16,5 @@ def launcher(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     folder = tmp_path_factory.mktemp("emulation")
-    sources = ("stream_gemm", "moe", "moe_decode", "prefill_gemm")
+    sources = ("stream_gemm", "moe", "moe_decode", "moe_pair", "prefill_gemm")
     return emulation.build(sources, request.param, folder, num_sms=3)

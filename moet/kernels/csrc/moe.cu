@@ -229,6 +229,7 @@ struct CombineArgs {
   const float* weights;       // [tokens * top_k], or null
   const uint16_t* shared;     // [tokens, dim] bf16 added last, or null
   void* out;                  // [tokens, dim]
+  const int64_t* expert_ids;  // [tokens, top_k]; a first one below 0: the token has no expert. Or null
   int tokens, top_k, dim, bf16;  // bf16: the dtype of out, else fp32
 };
 
@@ -240,7 +241,9 @@ KERNEL(256, 4) combine_experts(GRID_CONSTANT CombineArgs p) {
   for (int i = blockIdx.x * 256 + threadIdx.x; i < total; i += gridDim.x * 256) {
     int token = i / pairs, column = i - token * pairs;
     float lo = 0.0f, hi = 0.0f;
-    for (int k = 0; k < p.top_k; k++) {
+    int choices = p.expert_ids && p.expert_ids[token * p.top_k] < 0 ? 0 : p.top_k;
+#pragma unroll 4
+    for (int k = 0; k < choices; k++) {
       int row = token * p.top_k + k;
       uint32_t v = reinterpret_cast<const uint32_t*>(p.parts)[uint64_t(row) * pairs + column];
       float w = p.weights ? p.weights[row] : 1.0f;

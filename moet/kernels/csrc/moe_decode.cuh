@@ -558,6 +558,9 @@ struct ChooseArgs {
   float* partial;           // [slices, tokens, experts]
   uint32_t* arrived;        // zero between launches
   uint32_t* error;
+  Entry* entries;           // the same list as stream_gemm.cuh reads it, of [pairs], or null
+  int* num_entries;
+  int* places;              // [pairs]
   int tokens, k, chunks, experts, top_k, tiles, slices, slice_stages, first_half_stages, num_counters;
   int sigmoid;
   float scaling_factor;
@@ -581,14 +584,17 @@ struct Choose {
   }
 
   DEVICE void run() {
+    uint4 ahead[8];
+    if (p.x) load_stage(first_stage(), ahead);  // weights do not wait for x
     wait_for_previous_kernel();
-    if (blockIdx.x == 0)
+    if (blockIdx.x == 0) {
       for (int i = tid; i < p.num_counters; i += THREADS) p.counters[i] = 0;
-    fence_device();
+      fence_device();
+    }
     sync_threads();
     let_next_kernel_start();  // it finds the counters zero
     if (p.x) {
-      logits();
+      logits(ahead);
       if (!last_to_arrive()) return;
       scores();
       sync_threads();
@@ -605,12 +611,22 @@ struct Choose {
   }
 
   // 64 experts by one slice of the columns, for all tokens: the order of stream_gemm.cuh for bf16.
-  DEVICE void logits() {
+  DEVICE int first_stage() const { return shuffle(tid >> 7, 0) ? p.first_half_stages : 0; }
+  DEVICE void load_stage(int s, uint4* words) const {
+    int slice = blockIdx.x % p.slices, tile = blockIdx.x / p.slices;
+    int chunk = (slice * p.slice_stages + s) * 2, w = shuffle(tid >> 5, 0) & 3;
+    const uint4* from = reinterpret_cast<const uint4*>(p.weight) + (uint64_t(tile * 4 + w) * p.chunks + chunk) * 128 + lane;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      words[i] = {0, 0, 0, 0};
+      if (s < p.slice_stages && chunk + i / 4 < p.chunks) words[i] = load_streaming(from + i * 32);
+    }
+  }
+  DEVICE void logits(uint4* ahead) {
     uint8_t* activations = dynamic_shared();
     float* reduction = reinterpret_cast<float*>(activations + p.slice_stages * 2048);
     int slice = blockIdx.x % p.slices, tile = blockIdx.x / p.slices, group = shuffle(tid >> 7, 0);
     int first_chunk = slice * p.slice_stages * 2, w = shuffle(tid >> 5, 0) & 3;
-    const uint4* from = reinterpret_cast<const uint4*>(p.weight) + (uint64_t(tile * 4 + w) * p.chunks + first_chunk) * 128 + lane;
     for (int i = tid; i < p.slice_stages * 8 * MAX_TOKENS; i += THREADS) {
       int token = i & 7, block = i >> 3, column = first_chunk * 64 + block * 16;
       uint4 u = {0, 0, 0, 0}, v = u;
@@ -631,10 +647,10 @@ struct Choose {
       uint32_t a[2][4][4];
 #pragma unroll
       for (int i = 0; i < 8; i++) {
-        uint4 v = {0, 0, 0, 0};
-        if (first_chunk + 2 * s + i / 4 < p.chunks) v = load_streaming(from + (2 * s * 4 + i) * 32);
+        uint4 v = ahead[i];
         a[i / 4][i % 4][0] = v.x, a[i / 4][i % 4][1] = v.y, a[i / 4][i % 4][2] = v.z, a[i / 4][i % 4][3] = v.w;
       }
+      if (s + 1 < to_stage) load_stage(s + 1, ahead);
 #pragma unroll
       for (int c = 0; c < 2; c++) {
         float part[4];
@@ -673,11 +689,21 @@ struct Choose {
     sync_threads();
     return last;
   }
+  // Loads do not depend on sums; what is not there counts as -0, which changes no sum.
   DEVICE void scores() {
+    constexpr int AT_ONCE = 16;
+    uint64_t plane = uint64_t(p.tokens) * p.experts;
+#pragma unroll 2
     for (int i = tid; i < p.tokens * p.experts; i += THREADS) {
-      float v = load_fresh(p.partial + i);
-#pragma unroll 8
-      for (int s = 1; s < p.slices; s++) v += load_fresh(p.partial + uint64_t(s) * p.tokens * p.experts + i);
+      float v = 0.0f;
+#pragma unroll 1
+      for (int first = 0; first < p.slices; first += AT_ONCE) {
+        float part[AT_ONCE];
+#pragma unroll
+        for (int s = 0; s < AT_ONCE; s++) part[s] = first + s < p.slices ? load_fresh(p.partial + (first + s) * plane + i) : -0.0f;
+#pragma unroll
+        for (int s = 0; s < AT_ONCE; s++) v = first + s ? v + part[s] : part[s];
+      }
       float s = router_score(v, p.sigmoid);
       uint32_t bits = float_bits(s + (p.bias ? p.bias[i % p.experts] : 0.0f) + 0.0f);
       score[i] = s;
@@ -730,39 +756,49 @@ struct Choose {
     }
   }
 
-  // The chosen experts in the order of their ids, each with its tokens.
+  // The chosen experts in the order of their ids, each with its tokens. A thread a pair.
   DEVICE void list() {
-    int pairs = p.tokens * p.top_k;
-    for (int i = tid; i < pairs; i += THREADS) {
-      bool is_first = id[i] >= 0;
-      for (int j = 0; j < i; j++) is_first = is_first && id[j] != id[i];
-      first[i] = is_first;
-    }
-    sync_threads();
-    for (int i = tid; i < pairs; i += THREADS) {
-      if (!first[i]) continue;
-      int e = id[i], rank = 0;
-      Chosen c = {-1, static_cast<uint32_t>(e < p.experts ? e : 0), {~0u, ~0u}};
-      if (e < p.experts) {
-        int64_t slot = p.slot_of[1] ? p.slot_of[1][e] : -1;
-        if (slot >= 0) c.expert |= 1u << 16;
-        else slot = p.slot_of[0][e];
-        c.slot = static_cast<int>(slot);
-      }
+    int pairs = p.tokens * p.top_k, i = tid, e = i < pairs ? id[i] : -1;
+    int smaller = 0, before = 0, count = 0;  // pairs of lower experts, of this one ahead, of this one
+    uint64_t choices = ~uint64_t(0);
+    bool twice = false;
+    if (e >= 0) {
+      int token = 0, k = 0;
+#pragma unroll 4
       for (int j = 0; j < pairs; j++) {
-        rank += first[j] && id[j] < e;
-        if (id[j] != e) continue;
-        int token = j / p.top_k, shift = 8 * (token & 3);
-        uint32_t& bytes = c.choices[token >> 2];
-        if ((bytes >> shift & 0xFF) != NOT_CHOSEN) atomic_or(p.error, INVALID_COUNT);  // twice in a row
-        bytes = (bytes & ~(0xFFu << shift)) | static_cast<uint32_t>(j % p.top_k) << shift;
+        int other = id[j];
+        smaller += other >= 0 && other < e;
+        if (other == e) {
+          before += j < i, count++;
+          uint64_t byte = uint64_t(0xFF) << (8 * token);
+          twice = twice || (choices & byte) != byte;
+          choices = (choices & ~byte) | uint64_t(k) << (8 * token);
+        }
+        if (++k == p.top_k) k = 0, token++;
       }
-      p.chosen[rank] = c;
     }
+    if (i < pairs) first[i] = e >= 0 && before == 0;
+    sync_threads();
+    int rank = 0, listed = 0;
+    if (i < pairs) {
+#pragma unroll 4
+      for (int j = 0; j < pairs; j++) listed += first[j], rank += first[j] && id[j] < e;
+    }
+    if (e >= 0 && p.places) p.places[smaller + before] = i;
     if (tid == 0) {
-      uint32_t n = 0;
-      for (int j = 0; j < pairs; j++) n += first[j];
-      *p.num_chosen = n;
+      *p.num_chosen = listed;
+      if (p.num_entries) *p.num_entries = listed;
     }
+    if (e < 0 || before != 0) return;
+    if (twice) atomic_or(p.error, INVALID_COUNT);
+    uint32_t expert = e < p.experts ? e : 0;
+    int64_t slot = -1;
+    if (e < p.experts) {
+      slot = p.slot_of[1] ? p.slot_of[1][e] : -1;
+      if (slot >= 0) expert |= 1u << 16;
+      else slot = p.slot_of[0][e];
+    }
+    p.chosen[rank] = {static_cast<int>(slot), expert, {static_cast<uint32_t>(choices), static_cast<uint32_t>(choices >> 32)}};
+    if (p.entries) p.entries[rank] = {static_cast<int>(slot), static_cast<int>(expert & 0xFFFF), smaller, count};
   }
 };

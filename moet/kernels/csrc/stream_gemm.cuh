@@ -7,6 +7,7 @@
 // its own words through a private ring in shared memory, so copies need no barriers. A row's result
 // does not depend on the other rows, on the grid, or on who took the item.
 #pragma once
+#include "grid_sync.cuh"
 #include "mma.cuh"
 
 constexpr int THREADS = 256;
@@ -113,6 +114,7 @@ struct StreamGemm {
   uint8_t* ring;
   int tid, lane, warp, group;
   int stages_per_segment, slice_stages, first_item, last_item;
+  int cta, ctas;          // this one's number among those that divide the items
 
   int parity;             // of the item, for buffers that two items may use at once
   bool shared;            // the warpgroups take halves of the same items
@@ -124,7 +126,8 @@ struct StreamGemm {
   int aimed_entry;
   const uint8_t *row_start, *base_start;
 
-  DEVICE StreamGemm(const StreamArgs& args) : p(args) {
+  DEVICE StreamGemm(const StreamArgs& args) : StreamGemm(args, blockIdx.x, gridDim.x) {}
+  DEVICE StreamGemm(const StreamArgs& args, int number, int of) : p(args), cta(number), ctas(of) {
     tid = threadIdx.x;
     lane = tid & 31;
     int uniform = shuffle(tid >> 5, 0);  // so that the compiler knows it is one value a warp
@@ -451,11 +454,11 @@ struct StreamGemm {
 
   // Divides the items among CTAs, as single items or in pairs (of one entry), whichever ends sooner.
   DEVICE void start() {
-    int items = num_items(), ctas = gridDim.x, pairs = items / 2;
+    int items = num_items(), pairs = items / 2;
     shared = ALWAYS_SHARED || p.tiles_per_segment % 2 != 0 || p.slices != 1 || 2 * ((pairs + ctas - 1) / ctas) > (items + ctas - 1) / ctas;
     int unit = shared_items() ? 1 : 2, units = items / unit;
-    first_item = static_cast<int>(int64_t(units) * blockIdx.x / ctas) * unit;
-    last_item = static_cast<int>(int64_t(units) * (blockIdx.x + 1) / ctas) * unit;
+    first_item = static_cast<int>(int64_t(units) * cta / ctas) * unit;
+    last_item = static_cast<int>(int64_t(units) * (cta + 1) / ctas) * unit;
     next.seek(p, my_first_item());
     aimed_entry = -1;
     if (next.item < last_item) aim();
@@ -544,25 +547,42 @@ struct StreamGemm {
     for_outputs(t, tile * 64 + warp * 16, p.columns, total, [&](int row, int column, float v, int) {
       p.partial[at.slice * plane + uint64_t(row) * p.ld_out + column] = v;
     });
-    fence_device();
     uint32_t* arrived = reinterpret_cast<uint32_t*>(reduction + parity * NT * 512);
-    sync_warpgroup(group);
+    sync_warpgroup(group);  // everybody's stores lie behind the thread that counts
     if (tid == 0) {
       uint32_t* counter = p.counters + at.item / p.slices;
-      *arrived = atomic_add(counter, 1);
+      *arrived = add_ordered(counter, 1);
       if (*arrived + 1 == static_cast<uint32_t>(p.slices)) *counter = 0;
     }
     sync_warpgroup(group);
     if (*arrived + 1 != static_cast<uint32_t>(p.slices)) return;
-    fence_device();
-    for_outputs(t, tile * 64 + warp * 16, p.columns, total, [&](int row, int column, float, int) {
-      uint64_t to = uint64_t(row) * p.ld_out + column;
-      float v = load_volatile(p.partial + to);
-      for (int s = 1; s < p.slices; s++) v += load_volatile(p.partial + s * plane + to);
-      if constexpr (EPILOGUE == STORE_BF16)
-        static_cast<uint16_t*>(p.out)[to] = to_bf16(v);
-      else
-        static_cast<float*>(p.out)[to] = v;
+    add_slices(t, tile, plane, total);
+    store(t, tile, total);
+  }
+  // Loads do not depend on sums, so that their latencies pass side by side. What is not there counts
+  // as -0, which changes no sum.
+  DEVICE void add_slices(const Entry& t, int tile, uint64_t plane, float* total) const {
+    constexpr int AT_ONCE = ALWAYS_SHARED || NT > 2 ? 1 : 4 / NT;
+    uint32_t from[4 * NT];
+#pragma unroll
+    for (int i = 0; i < 4 * NT; i++) from[i] = 0;
+    for_outputs(t, tile * 64 + warp * 16, p.columns, total, [&](int row, int column, float, int i) {
+      from[i] = static_cast<uint32_t>(row) * p.ld_out + column;
     });
+#pragma unroll 1
+    for (int first = 0; first < p.slices; first += AT_ONCE) {
+      float part[AT_ONCE][4 * NT];
+#pragma unroll
+      for (int s = 0; s < AT_ONCE; s++) {
+        bool there = first + s < p.slices;
+#pragma unroll
+        for (int i = 0; i < 4 * NT; i++) part[s][i] = there ? load_volatile(p.partial + (first + s) * plane + from[i]) : -0.0f;
+      }
+#pragma unroll
+      for (int i = 0; i < 4 * NT; i++) {
+#pragma unroll
+        for (int s = 0; s < AT_ONCE; s++) total[i] = first + s ? total[i] + part[s][i] : part[s][i];
+      }
+    }
   }
 };
