@@ -18,7 +18,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
@@ -317,6 +317,10 @@ def engine_rows(bench: Bench, made: DummyModel, device: Device, *, beside: bool)
         loop.core.abort("user")
 
 
+# Rows of a step up to which its experts are two launches, and up to which they are four.
+FORMS = {"separate": (0, 0), "fused": (8, 0), "paired": (0, 8)}
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a choice of parts, in two minutes")
@@ -324,6 +328,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="take the first ones only")
     parser.add_argument("--steps", type=int, default=40, help="timed steps of each row")
     parser.add_argument("--eager", action="store_true", help="capture no graphs, to find faults")
+    parser.add_argument("--experts", choices=FORMS, help="how up to 8 rows run")
     parser.add_argument("--commit", default="", help="what to call the sources that are measured")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
@@ -341,6 +346,9 @@ def main() -> None:
     device = open_device()
     if device is None:
         sys.exit("there is no GPU that kernels were built for")
+    if args.experts:
+        fused_rows, paired_rows = FORMS[args.experts]
+        device = replace(device, fused_rows=fused_rows, paired_rows=paired_rows)
     began_s = perf_counter()
     recorder = OpRecorder()
     settings = ModelSettings(arch=device.arch, rounding="deployed", precision="w2")

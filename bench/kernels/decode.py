@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bench.kernels.rig import DEVICE, Bench, dense_pair, random_pool
 from moet.errors import UnsupportedError
-from moet.kernels import decode_experts
+from moet.kernels import decode_experts, paired_experts
 from moet.kernels.layout import ExpertRows, Mxfp4Rows, W2Rows
 from moet.kernels.nvfp4_rows import Nvfp4Rows
 from moet.kernels.stream_experts import (
@@ -269,6 +269,109 @@ def fused_is_right(bench: Bench, format: ExpertRows, t: int) -> None:
     print(f"right: {format.name} {d}x{i} T={t}", flush=True)
 
 
+CHAIN = (  # the fp8 products of a V4-Flash layer, in their order
+    (1536, 4096),
+    (40960, 1024),
+    (4096, 8192),
+)
+
+
+def chain(bench: Bench, t: int, layers: int) -> None:
+    """All the different linears of `layers` layers in one graph: weights are cold, as in a step.
+
+    Each reads what the one before it wrote, so that none begins early but its weights.
+    """
+    kernels, error = bench.kernels, bench.error
+    space = Workspace.allocate(DEVICE, 1 << 20, 8192)
+    weights = [
+        [
+            StreamLinear(
+                "fp8",
+                torch.randint(0, 0x60, (n, k), dtype=torch.uint8, device=DEVICE),
+                torch.full((n // 128, k // 128), 2.0**-12, device=DEVICE),
+                n,
+                k,
+            )
+            for n, k in CHAIN
+        ]
+        for _ in range(layers)
+    ]
+    x = torch.randn(t, 4096, device=DEVICE).bfloat16()
+
+    def walk() -> None:
+        value = x
+        for weight in (weight for layer in weights for weight in layer):
+            source = value[:, : weight.in_features]
+            value = weight(kernels, source, None, error=error, workspace=space)
+
+    us = bench.time_us([walk])
+    num_bytes = layers * sum(n * k for n, k in CHAIN)
+    count = layers * len(CHAIN)
+    bench.streamed(
+        f"chain of {count} fp8 linears, T={t}", f"{us / count:.2f} us each", us, num_bytes, 0.8
+    )
+
+
+def paired_layer(bench: Bench, format: ExpertRows, top_k: int, tokens: tuple[int, ...]) -> None:
+    """The layer of experts in four launches, with shares of the CTAs for the shared expert."""
+    d, i, experts = format.hidden_size, format.moe_intermediate_size, 256
+    kernels, error = bench.kernels, bench.error
+    pools = [random_pool(format, experts) for _ in range(2)]
+    slot_of, bias = torch.arange(experts, device=DEVICE), torch.zeros(experts, device=DEVICE)
+    shared = [
+        SharedExpert.fp8(dense_pair(i, d), dense_pair(i, d), dense_pair(d, i)).to(DEVICE)
+        for _ in range(8)
+    ]
+    routers = [
+        decode_experts.Router(
+            StreamLinear.bf16(torch.randn(experts, d).bfloat16()).to(DEVICE), top_k, 1.5, bias
+        )
+        for _ in range(8)
+    ]
+    space = Workspace.allocate(DEVICE, 1 << 20, 8192)
+    for t in tokens:
+        xs = [torch.randn(t, d, device=DEVICE).bfloat16() for _ in range(8)]
+        coded = [quantise(kernels, x) for x in xs]
+
+        def choice(n: int, xs: list[Tensor] = xs) -> decode_experts.Choice:
+            return decode_experts.choose(
+                kernels, xs[n], routers[n], slot_of, error=error, workspace=space
+            )
+
+        def layer(n: int, ctas: int | None, coded: list[tuple[Tensor, Tensor]] = coded) -> Tensor:
+            return paired_experts.mix_in_pairs(
+                kernels,
+                *coded[n],
+                choice(n),
+                pools[n % 2],
+                shared[n],
+                limit=10.0,
+                error=error,
+                shared_ctas=ctas,
+            )
+
+        fused = decode_experts.mix(
+            kernels,
+            coded[0][0],
+            choice(0),
+            pools[0],
+            limit=10.0,
+            error=error,
+            x_scale=coded[0][1],
+            shared=shared[0],
+        )
+        assert torch.equal(fused, layer(0, None)), "pairs have other bits than one launch"
+        chosen = sum(int(choice(n).num_chosen) for n in range(8)) / 8
+        all_bytes = chosen * format.row_bytes + 3 * d * i + 2 * experts * d
+        floor_us = all_bytes / bench.read_bytes_per_us
+        for ctas in (None, 32, 16):
+            us = bench.time_us([partial(layer, n, ctas) for n in range(8)])
+            case = f"pairs {format.name} {d}, top {top_k}, T={t}, {ctas or 'one an item'}"
+            bench.add(case, us, "us", "lower", floor_us, 1.35 * floor_us + 6, f"{chosen} experts")
+        us = bench.time_us([partial(choice, n) for n in range(8)])
+        bench.add(f"choose alone, T={t}", us, "us", "lower", None, 6.0)
+
+
 def nvfp4_pool(format: Nvfp4Rows, experts: int) -> ExpertPool:
     """A random pool whose tensor scales are plausible, too."""
     pool = random_pool(format, experts)
@@ -317,6 +420,11 @@ def measure(bench: Bench) -> None:
     for shard in (1024, 512):
         bench.attempt(fused_is_right, W2Rows(4096, shard), 3)
     bench.attempt(nvfp4_is_right, Nvfp4Rows(4096, 512), 3)
+    for t in (1, 3, 8):
+        bench.attempt(chain, t, 14)
+    bench.attempt(paired_layer, W2Rows(4096, 2048), 6, (1, 3, 8))
+    bench.attempt(paired_layer, Mxfp4Rows(4096, 2048), 6, (1, 3))
+    bench.attempt(paired_layer, W2Rows(6144, 2048), 8, (1,))
     bench.attempt(fused_layer, W2Rows(4096, 2048), 6, (1, 3, 8))
     bench.attempt(fused_layer, Mxfp4Rows(4096, 2048), 6, (1, 3))
     bench.attempt(fused_layer, W2Rows(6144, 2048), 8, (1, 3))
