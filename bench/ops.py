@@ -1,6 +1,6 @@
-"""Time every Triton op of a V4-Flash layer at released shapes against its byte floor, on one GPU.
+"""Time what stands between the products of a V4-Flash layer against its byte floor, on one GPU.
 
-    python -m bench.ops [--rows 1,3,8,32] [--context 1024,131072] [--chunk 2048] [--out FILE]
+    python -m bench.ops [--rows 1,3,8,32] [--context 1024,131072] [--chunk 2048,8192] [--out FILE]
 
 First runs the comparisons with the references (tests/kernels/accelerated). An op is captured in a
 graph of repeated calls, so that launch gaps count and host time does not. The floor is the bytes
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from moet.kernels import triton_attention
+from moet.kernels import device_streams, triton_attention
 from tests.kernels.accelerated.released import (
     DIM,
     HEADS,
@@ -113,7 +113,7 @@ def measure(rows: int, context: int, rate: float, *, chunk: bool) -> list[dict[s
         entry: dict[str, Any] = {"op": name, "rows": rows, "context": context, "chunk": chunk}
         entry["us"] = round(taken, 2)
         if not chunk:  # a chunk's keys are shared by its rows, which the floors do not know
-            entry["floor_us"] = round(floors[name] / rate * 1e6, 2)
+            entry["floor_us"] = round(floors[name.removesuffix("_triton")] / rate * 1e6, 2)
         found.append(entry)
         print(json.dumps(entry), flush=True)
     return found
@@ -151,6 +151,35 @@ def variants() -> list[dict[str, Any]]:
     return found
 
 
+def stream_variants() -> list[dict[str, Any]]:
+    """The hyper-connection kernels with other borders between few and many rows."""
+    tried = [
+        ("FUSED_ROWS", 1),
+        ("FUSED_ROWS", 8),
+        ("FUSED_ROWS", 32),
+        ("TILED_ROWS", 16),
+        ("TILED_ROWS", 256),
+        ("STEP_GROUPS", 8),
+        ("TILE_PASS", 64),
+    ]
+    found = []
+    for constant, value in tried:
+        usual = getattr(device_streams, constant)
+        setattr(device_streams, constant, value)
+        for rows in (1, 3, 8, 32, 128, 8192):
+            call = Released(rows, max(1024, rows), torch.device("cuda"), chunk=True).ops()
+            try:
+                taken = round(milliseconds(call["hc_pass"]) * 1e3, 2)
+            except Exception as error:  # as above
+                print(f"{constant}={value} hc_pass, {rows} rows: {error!r}"[:200], flush=True)
+                continue
+            print(f"{constant}={value} hc_pass, {rows} rows: {taken} us", flush=True)
+            entry = {"op": "hc_pass", "rows": rows, "context": max(1024, rows), "chunk": rows > 256}
+            found.append(entry | {"us": taken, "note": f"{constant}={value}"})
+        setattr(device_streams, constant, usual)
+    return found
+
+
 def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",") if part]
 
@@ -173,7 +202,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=numbers, default=[1, 3, 8, 32])
     parser.add_argument("--context", type=numbers, default=[1024, 131072])
-    parser.add_argument("--chunk", type=numbers, default=[2048])
+    parser.add_argument("--chunk", type=numbers, default=[2048, 8192])
     parser.add_argument("--out", type=Path, default=Path("bench/results/ops.json"))
     parser.add_argument("--skip-tests", action="store_true")
     parser.add_argument("--variants", action="store_true", help="try other constants, too")
@@ -192,7 +221,7 @@ def main() -> None:
     for rows in args.chunk:
         ops += measure(rows, max(8192, rows), rate, chunk=True)
     if args.variants:
-        ops += variants()
+        ops += stream_variants() + variants()
     hardware = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     result = {
         "hardware": f"{hardware}, copy rate {rate / 1e12:.2f} TB/s",

@@ -17,6 +17,10 @@ from moet.kernels import (
 )
 from moet.kernels.attention_inputs import CompressorSite
 from moet.kernels.cache import Cache, Fp8Rows, Mxfp4Rows, PlainRows
+from moet.kernels.cubin import device_arch
+from moet.kernels.device_gemm import Device
+from moet.kernels.device_streams import MixMatrix
+from moet.kernels.hyper_connection import hc_enter, hc_head_norm, hc_pass
 from moet.kernels.rope import rope_cos_sin
 from moet.kernels.rows import Rows
 from moet.models.deepseek_v4_cache import PAGE_SIZE
@@ -55,8 +59,9 @@ class Released:
         return torch.randn(*shape, device=self.device)
 
     def cache(self, form: Fp8Rows | Mxfp4Rows | PlainRows, num: int) -> Cache:
-        pages = torch.zeros(num, form.page_bytes, dtype=torch.uint8, device=self.device)
-        return Cache(pages, form)
+        """Of random bytes below 64: finite values, mostly different ones, in every format."""
+        shape = num, form.page_bytes
+        return Cache(torch.randint(64, shape, dtype=torch.uint8, device=self.device), form)
 
     def kv(self, entries: int, num: int) -> Cache:
         return self.cache(Fp8Rows(WIDTH - ROPE, ROPE, entries), num)
@@ -77,12 +82,24 @@ class Released:
         head = self.fp32(4, 4 * DIM), self.fp32(4), self.fp32(1), self.fp32(DIM)
         post, mix = self.fp32(self.n, 4), self.fp32(self.n, 4, 4)
         hc = triton_hyper_connection
-        return {
-            "hc_enter": lambda: hc.hc_enter(x, *site, **HC, num_iters=20),
-            "hc_pass": lambda: hc.hc_pass(y, x, post, mix, *site, **HC, num_iters=20),
+        found: dict[str, Callable[[], object]] = {
+            "hc_enter_triton": lambda: hc.hc_enter(x, *site, **HC, num_iters=20),
+            "hc_pass_triton": lambda: hc.hc_pass(y, x, post, mix, *site, **HC, num_iters=20),
             "hc_post": lambda: hc.hc_post(y, x, post, mix),
-            "hc_head_norm": lambda: hc.hc_head_norm(x, *head, **HC),
+            "hc_head_norm_triton": lambda: hc.hc_head_norm(x, *head, **HC),
         }
+        if self.device.type == "cuda":
+            gpu = Device.open(device_arch(self.device), self.device)
+            facts = {"arch": gpu.arch, "mult": 4, "dim": DIM, "placed": True}
+            placed, few = MixMatrix(site[0], gpu), MixMatrix(head[0], gpu)
+            enter, passes = hc_enter.bind(**facts), hc_pass.bind(**facts)
+            norm = hc_head_norm.bind(**facts)
+            found |= {
+                "hc_enter": lambda: enter(x, placed, *site[1:], **HC, num_iters=20),
+                "hc_pass": lambda: passes(y, x, post, mix, placed, *site[1:], **HC, num_iters=20),
+                "hc_head_norm": lambda: norm(x, few, *head[1:], **HC),
+            }
+        return found
 
     def _writes(self) -> dict[str, Callable[[], object]]:
         qr_kv, weight = self.bf16(self.n, RANK + WIDTH), self.fp32(RANK)

@@ -30,6 +30,7 @@ from tests.kernels.accelerated.conftest import INTERPRETED
 from tests.kernels.accelerated.world import (
     CHUNKS,
     STEPS,
+    assert_close,
     assert_close_but_for_steps,
     make_rows,
     paged,
@@ -58,14 +59,6 @@ def randn(*shape: int, device: torch.device, dtype: torch.dtype = torch.bfloat16
 
 def angles(positions: Tensor) -> tuple[Tensor, Tensor]:
     return rope_cos_sin(positions, rope_frequencies(ROPE, 1e4).to(positions.device))
-
-
-def assert_close(got: Tensor, want: Tensor, tolerance: float) -> None:
-    assert got.shape == want.shape
-    assert got.dtype == want.dtype
-    if want.numel():
-        error = (got.float() - want.float()).abs().max()
-        assert error <= tolerance * want.float().abs().max(), float(error)
 
 
 @pytest.mark.parametrize("n", SIZES)

@@ -66,6 +66,14 @@ def values(cache: Cache) -> Tensor:
     return cache.read(torch.arange(num, device=cache.pages.device))
 
 
+def assert_close(got: Tensor, want: Tensor, tolerance: float) -> None:
+    assert got.shape == want.shape
+    assert got.dtype == want.dtype
+    if want.numel():
+        error = (got.float() - want.float()).abs().max()
+        assert error <= tolerance * want.float().abs().max(), float(error)
+
+
 def assert_close_but_for_steps(got: Cache, want: Cache, tolerance: float) -> None:
     """Entries are equal but for few values that rounded to the neighbouring code."""
     a, b = values(got), values(want)

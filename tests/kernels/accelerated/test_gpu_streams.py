@@ -1,0 +1,63 @@
+"""The hyper-connection kernels on a GPU at the released width: their reference, and the same bits
+however many rows there are."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from moet.kernels.cubin import device_arch
+from moet.kernels.device_gemm import Device
+from moet.kernels.device_streams import MixMatrix
+from moet.kernels.hyper_connection import hc_enter, hc_head_norm, hc_pass
+from moet.kernels.quant import plain_values
+from tests.kernels.accelerated.conftest import INTERPRETED
+from tests.kernels.accelerated.world import assert_close
+
+DIM, MOST = 4096, 700
+HC = {"norm_eps": 1e-6, "hc_eps": 1e-6}
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="emulation tests them on a CPU")
+
+
+@pytest.fixture
+def gpu(device: torch.device) -> Device:
+    return Device.open(device_arch(device), device)
+
+
+def site(outs: int, device: torch.device) -> tuple[Tensor, ...]:
+    fn = torch.randn(outs, 4 * DIM, device=device) * 0.02
+    base, weight = torch.randn(outs, device=device), torch.randn(DIM, device=device)
+    return fn, base, torch.ones(3 if outs > 4 else 1, device=device) * 0.8, weight
+
+
+def test_passes_of_any_size_have_the_same_rows(gpu: Device, device: torch.device) -> None:
+    fn, *rest = site(24, device)
+    y = torch.randn(MOST, DIM, device=device).bfloat16()
+    streams = torch.randn(MOST, 4, DIM, device=device).bfloat16()
+    post, mix = torch.rand(MOST, 4, device=device), torch.rand(MOST, 4, 4, device=device) / 4
+    run = hc_pass.bind(arch=gpu.arch, mult=4, dim=DIM, placed=True)
+    want = hc_pass(y, streams, post, mix, fn, *rest, **HC, num_iters=20)
+    whole = run(y, streams, post, mix, MixMatrix(fn, gpu), *rest, **HC, num_iters=20)
+    for a, b in zip(whole, want, strict=True):
+        assert_close(plain_values(a), plain_values(b), hc_pass.tolerance)
+    for n in (1, 3, 4, 5, 33, 64, 65, 300):
+        part = slice(MOST - n, MOST)
+        before = y[part], streams[part], post[part], mix[part]
+        found = run(*before, MixMatrix(fn, gpu), *rest, **HC, num_iters=20)
+        for a, b in zip(found, whole, strict=True):
+            assert torch.equal(plain_values(a), plain_values(b)[part]), n
+    assert (gpu.counters == 0).all()
+
+
+def test_entry_and_head_are_their_references(gpu: Device, device: torch.device) -> None:
+    streams = torch.randn(5, 4, DIM, device=device).bfloat16()
+    fn, *rest = site(24, device)
+    enter = hc_enter.bind(arch=gpu.arch, mult=4, dim=DIM, placed=True)
+    found = enter(streams, MixMatrix(fn, gpu), *rest, **HC, num_iters=20)
+    want = hc_enter(streams, fn, *rest, **HC, num_iters=20)
+    for a, b in zip(found, want, strict=True):
+        assert_close(plain_values(a), plain_values(b), hc_enter.tolerance)
+    fn, *rest = site(4, device)
+    head = hc_head_norm.bind(arch=gpu.arch, mult=4, dim=DIM, placed=True)
+    want_x = hc_head_norm(streams, fn, *rest, **HC)
+    assert_close(head(streams, MixMatrix(fn, gpu), *rest, **HC), want_x, hc_head_norm.tolerance)
