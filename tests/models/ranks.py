@@ -1,4 +1,4 @@
-"""Ranks of a group as threads of one process: the arithmetic of `-tp` and `-pp` without processes."""
+"""Ranks of a group as threads of one process: the arithmetic of `-tp` and `-pp` alone."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def test_who_drafts_is_launched_again_before_events_are_told() -> None:
         log.clear()
         for event in core.step():
             tokens += event.token_ids
-            assert log == ["wait", "play"] or log == ["play"] and len(tokens) == 1
+            assert log == ["wait", "play"] or (log == ["play"] and len(tokens) == 1)
     core.abort("a")
     drain(core)
     assert tokens == expected_greedy([1, 2, 3], len(tokens), model)
