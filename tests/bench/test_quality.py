@@ -24,8 +24,8 @@ def test_the_wanted_answer_is_right_and_another_is_not() -> None:
 def test_reasoning_and_end_tokens_are_not_part_of_what_is_said() -> None:
     source = renderer("glm")
     ids = source.tokenizer.encode("<think>a</think>b<|user|>", allow_special=True)
-    assert said(source.tokenizer, ids, source.tokenizer.eos_token_ids) == "b<|user|>"
-    assert said(source.tokenizer, ids, (ids[-1],)) == "b"
+    assert said(source.tokenizer, ids, ()) == "b<|user|>"
+    assert said(source.tokenizer, ids, source.tokenizer.eos_token_ids) == "b"
 
 
 def test_a_valid_object_need_not_be_the_right_one() -> None:
@@ -41,3 +41,15 @@ def test_questions_are_distinct_and_held_out() -> None:
     assert len({question.sample.key for question in asked}) == 5
     assert all(question.sample.held_out for question in asked)
     assert all(q.sample.held_out for q in needles(renderer("glm"), 60, 3, seed=3))
+
+
+def test_a_tool_s_result_may_be_told_in_other_words() -> None:
+    source, rng = renderer("glm"), random.Random(4)
+    sample = draw(tools.result, rng, held_out=True)
+    while sample.messages[-3].tool_calls[0].name != "get_weather":
+        sample = draw(tools.result, rng, held_out=True)
+    question = Question(sample, source.render(sample, thinking=False), False)
+    told = " ".join(reversed(sample.expect.rstrip(".").replace(",", "").split()))
+    assert is_right(question, f"Here: {told}!", sample.expect)
+    number = next(word for word in told.split() if word.lstrip("-").isdecimal())
+    assert not is_right(question, told.replace(number, "77"), sample.expect)
