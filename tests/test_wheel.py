@@ -56,3 +56,11 @@ def test_an_installed_package_finds_its_own_cubins(wheel: Path) -> None:
     folder, size = done.stdout.split()
     assert Path(folder) == wheel / "moet" / "cubins"
     assert int(size) == len(cubin.verified("bandwidth", "sm90a"))
+
+
+def test_the_wheel_has_the_demo_models(wheel: Path) -> None:
+    source = ROOT / "moet" / "demo"
+    files = [path.relative_to(source) for path in source.rglob("*") if path.is_file()]
+    assert sum(path.name == "model.safetensors" for path in files) == 2
+    for path in files:
+        assert (wheel / "moet" / "demo" / path).read_bytes() == (source / path).read_bytes()
