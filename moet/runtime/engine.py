@@ -312,9 +312,19 @@ class Engine:
         return generation
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a text, in which the names of control tokens count as such."""
+        """Token ids of a text, in which the names of control tokens count as such.
+
+        Raises RequestError for what is neither a text nor ids.
+        """
         if isinstance(prompt, str):
             return self.text.tokenizer.encode(prompt, allow_special=True)
+        for token_id in prompt:
+            if not isinstance(token_id, int):
+                raise RequestError(
+                    f"a prompt's token ids are integers; one is {str(token_id)[:40]!r}, a "
+                    f"{type(token_id).__name__}",
+                    param="prompt",
+                )
         return list(prompt)
 
     def requests(

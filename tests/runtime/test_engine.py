@@ -156,6 +156,8 @@ def test_cancelling_an_async_call_frees_its_requests() -> None:
         (lambda engine: engine.generate("x", n=10**9), "n"),
         (lambda engine: engine.generate("x", SamplingParams(top_p=0.0)), "top_p"),
         (lambda engine: engine.generate("cut \ud83d"), None),
+        (lambda engine: engine.generate([[[1, 2]]]), "prompt"),
+        (lambda engine: engine.generate([[1, 2.5]]), "prompt"),
         (lambda engine: engine.generate("x", SamplingParams(stop=("",))), "stop"),
         (lambda engine: engine.generate("x", SamplingParams(stop=("a",) * 10_000)), "stop"),
     ],
