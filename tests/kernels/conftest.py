@@ -11,10 +11,9 @@ from tests.kernels.emulation import Emulator
 
 
 @pytest.fixture(scope="session", params=[90, 120])
-def launcher(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+def launcher(request: pytest.FixtureRequest) -> Emulator:
     """A Launcher that runs csrc/ on the CPU; skips where there is no C++ compiler."""
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
-    folder = tmp_path_factory.mktemp("emulation")
     sources = ("stream_gemm", "moe", "moe_decode", "moe_pair", "prefill_gemm")
-    return emulation.build(sources, request.param, folder, num_sms=3)
+    return emulation.build(sources, request.param, num_sms=3)

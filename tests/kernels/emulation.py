@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import hashlib
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-CSRC = Path(__file__).parents[2] / "moet" / "kernels" / "csrc"
-
+ROOT = Path(__file__).parents[2]
+CSRC = ROOT / "moet" / "kernels" / "csrc"
+LIBRARIES = ROOT / "build" / "emulation"
 
 SHARED_BYTES = {90: 232448, 120: 101376}  # that a CTA may have
 
@@ -41,14 +44,32 @@ class Emulator:
         assert run(ctypes.byref(args), x, y, shared_bytes) == 0, f"{name} did not finish"
 
 
-def build(sources: tuple[str, ...], sm: int, folder: Path, *, num_sms: int) -> Emulator:
-    """Compile csrc/*.cu for the emulated matrix units of sm (90 or 120)."""
-    libraries = []
-    for source in sources:
-        library = folder / f"{source}_{sm}.so"
-        flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-DMOET_EMULATE", f"-DMOET_SM={sm}"]
-        command = ["g++", *flags, "-x", "c++", "-o", str(library), str(CSRC / f"{source}.cu")]
+def build(sources: tuple[str, ...], sm: int, *, num_sms: int) -> Emulator:
+    """csrc/*.cu for the emulated matrix units of sm (90 or 120), each compiled once for all tests.
+
+    Libraries stay in build/emulation, named by what they were made of; processes wait for each
+    other.
+    """
+    libraries = tuple(ctypes.CDLL(str(_library(source, sm))) for source in sources)
+    return Emulator(libraries, sm, num_sms)
+
+
+def _library(source: str, sm: int) -> Path:
+    flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-DMOET_EMULATE", f"-DMOET_SM={sm}"]
+    digest = hashlib.sha256(" ".join(flags).encode())
+    for path in sorted(CSRC.iterdir()):
+        digest.update(path.read_bytes())
+    LIBRARIES.mkdir(parents=True, exist_ok=True)
+    library = LIBRARIES / f"{source}_{sm}_{digest.hexdigest()[:16]}.so"
+    with open(LIBRARIES / f"{source}_{sm}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if library.exists():
+            return library
+        for stale in LIBRARIES.glob(f"{source}_{sm}_*.so"):
+            stale.unlink()
+        unfinished = library.with_suffix(".tmp")
+        command = ["g++", *flags, "-x", "c++", "-o", str(unfinished), str(CSRC / f"{source}.cu")]
         done = subprocess.run(command, check=False, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        libraries.append(ctypes.CDLL(str(library)))
-    return Emulator(tuple(libraries), sm, num_sms)
+        unfinished.rename(library)
+    return library

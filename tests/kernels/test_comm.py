@@ -18,8 +18,8 @@ SIZES = (4, 12, 8, MAX_BYTES // 4, 20)  # of one call after the other
 
 
 @pytest.fixture(scope="module", params=[90, 120])
-def emulator(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Emulator:
-    return build(("all_reduce",), request.param, tmp_path_factory.mktemp("comm"), num_sms=4)
+def emulator(request: pytest.FixtureRequest) -> Emulator:
+    return build(("all_reduce",), request.param, num_sms=4)
 
 
 def terms(rank: int, call: int, size: int) -> Tensor:

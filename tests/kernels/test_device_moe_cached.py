@@ -25,14 +25,9 @@ from tests.kernels.test_device_moe import DIM, EXPERTS, STREAM_ROWS, VOCAB, Laye
 
 
 @pytest.fixture
-def device(
-    launcher: Emulator,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Device:
+def device(launcher: Emulator, monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(device_gemm, "STREAM_ROWS", STREAM_ROWS)
-    folder = tmp_path_factory.mktemp("cached")
-    more = emulation.build(("expert_cache",), launcher.sm, folder, num_sms=3)
+    more = emulation.build(("expert_cache",), launcher.sm, num_sms=3)
     both = replace(launcher, libraries=(*launcher.libraries, *more.libraries))
     return Device.around(both, f"sm{launcher.sm}a", "cpu")
 

@@ -23,12 +23,11 @@ FACTS = {"mult": 4, "placed": True}
 
 
 @pytest.fixture(scope="module", params=[90, 120])
-def launcher(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+def launcher(request: pytest.FixtureRequest) -> Emulator:
     """Of these kernels alone, which compile in a moment."""
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
-    folder = tmp_path_factory.mktemp("emulation")
-    return emulation.build(("hyper_connection",), request.param, folder, num_sms=3)
+    return emulation.build(("hyper_connection",), request.param, num_sms=3)
 
 
 @pytest.fixture

@@ -112,11 +112,10 @@ def test_fetch_copies_rows() -> None:
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+def kernels() -> Emulator:
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
-    folder = tmp_path_factory.mktemp("expert_cache")
-    return emulation.build(("expert_cache",), 90, folder, num_sms=3)
+    return emulation.build(("expert_cache",), 90, num_sms=3)
 
 
 def same(a: CacheTables, b: CacheTables) -> bool:

@@ -8,14 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moet.kernels.gemm import (
+    FP8_BLOCK,
     grouped_linear,
+    grouped_linear_fp8,
     linear,
     linear_fp8,
     linear_fp32,
+    linear_share_fp8,
     matmul,
     streamed,
 )
-from moet.kernels.quant import fp8_qdq
+from moet.kernels.layout import to_mma_order
+from moet.kernels.quant import Activations, e8m0_value, fp8_encode, fp8_qdq
 
 SHAPES = [(33, 24), (96, 300), (24, 1536), (257, 512), (1, 1), (130, 1024)]
 
@@ -87,3 +91,17 @@ def test_grouped_linear_keeps_groups_apart() -> None:
     expected = torch.einsum("tgk,gnk->tgn", x, weight)
     torch.testing.assert_close(grouped_linear(x, weight), expected)
     assert grouped_linear(x[:0], weight).shape == (0, 3, 7)
+
+
+def test_codes_make_the_products_of_the_values_they_stand_for() -> None:
+    x = torch.randn(10, 256).bfloat16()
+    codes, exponents = fp8_encode(x.float(), block=FP8_BLOCK)
+    coded = Activations(None, to_mma_order(codes.view(torch.uint8)), e8m0_value(exponents))
+    matrix, groups = torch.randn(24, 256), torch.randn(2, 24, 256)
+    assert torch.equal(coded.decoded(), fp8_qdq(x.float(), block=FP8_BLOCK))
+    assert torch.equal(linear_fp8(coded, matrix), linear_fp8(x, matrix))
+    assert torch.equal(grouped_linear_fp8(coded, groups), grouped_linear_fp8(x, groups))
+    shares = [linear_share_fp8(part, matrix, num_slices=2) for part in (coded, x)]
+    assert torch.equal(*shares)
+    with pytest.raises(AssertionError, match="e4m3 only"):
+        linear(coded, matrix)

@@ -22,7 +22,7 @@ from moet.kernels.compressor import compress
 from moet.kernels.hyper_connection import hc_enter, hc_head_norm, hc_pass, hc_post
 from moet.kernels.indexer import index_query, index_select
 from moet.kernels.norm import rms_norm
-from moet.kernels.quant import Activations, fp8_qdq
+from moet.kernels.quant import fp8_qdq
 from moet.kernels.query_heads import query_heads
 from moet.kernels.rope import norm_rope_heads, rope_cos_sin, rope_frequencies
 from moet.kernels.rows import Rows
@@ -134,17 +134,6 @@ def test_compress(name: str, ratio: int, rotate: bool, device: torch.device) -> 
     assert_close_but_for_steps(entries, other_entries, 2.0 if rotate else compress.tolerance)
 
 
-def decoded(x: Activations) -> Tensor:
-    """What a matrix product makes of codes and scales."""
-    assert x.codes is not None
-    assert x.scale is not None
-    rows, width = x.codes.shape
-    halves = x.codes.view(rows, width // 32, 2, 4, 4)  # the inverse of layout.to_mma_order
-    codes = halves.transpose(2, 3).reshape(rows, width).contiguous()
-    values = codes.view(torch.float8_e4m3fn).float().view(rows, width // 128, 128)
-    return (values * x.scale.unsqueeze(2)).flatten(1)
-
-
 @pytest.mark.parametrize("name", STEP_NAMES)
 @pytest.mark.parametrize("kind", ["window", "csa", "hca"])
 def test_attention_inputs(name: str, kind: str, device: torch.device) -> None:
@@ -173,7 +162,7 @@ def test_attention_inputs(name: str, kind: str, device: torch.device) -> None:
         qr_kv, projected, *weights, *cos_sin, other, slots, tuple(twins), rows, eps=EPS
     )
     assert_close(got.plain(), want.plain(), attention_inputs.tolerance)
-    assert torch.equal(decoded(got), fp8_qdq(got.plain().float(), block=128))
+    assert torch.equal(got.decoded(), fp8_qdq(got.plain().float(), block=128))
     assert_close_but_for_steps(window, other, write_kv.tolerance)
     for a, b in zip(sites, twins, strict=True):
         assert torch.equal(values(a.state), values(b.state))
@@ -304,7 +293,7 @@ def test_window_attention(
     assert_close(got, want, window_attention.tolerance)
     coded = triton_attention.window_attention_q(*args, **settings, num_groups=2)
     rounded = fp8_qdq(got.view(2 * n, heads * DIM // 2).float(), block=128)
-    assert torch.equal(decoded(coded), rounded)
+    assert torch.equal(coded.decoded(), rounded)
     assert (got[rows.positions < 0] == 0).all()
 
 

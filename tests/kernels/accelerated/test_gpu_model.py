@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -37,12 +36,11 @@ CONFIG = replace(
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+def pair() -> Pair:
     if not INTERPRETED or shutil.which("g++") is None:
         pytest.skip("on a GPU tests/gpu compares logits")
-    folder: Path = tmp_path_factory.mktemp("model")
     sources = ("stream_gemm", "moe", "prefill_gemm", "hyper_connection")
-    launcher = emulation.build(sources, 90, folder, num_sms=3)
+    launcher = emulation.build(sources, 90, num_sms=3)
     device = Device.around(launcher, "sm90a", "cpu")
     return make_pair(CONFIG, hash_source(CONFIG, quantised=True), device)
 

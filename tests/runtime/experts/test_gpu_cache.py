@@ -26,11 +26,10 @@ FORM = W2Rows(64, 32)
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+def kernels() -> Emulator:
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
-    folder = tmp_path_factory.mktemp("gpu_cache")
-    return emulation.build(("expert_cache",), 90, folder, num_sms=2)
+    return emulation.build(("expert_cache",), 90, num_sms=2)
 
 
 def test_every_table_has_its_rows_when_it_is_prepared(kernels: Emulator) -> None:
