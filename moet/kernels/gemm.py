@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from moet.kernels.quant import Activations, fp8_qdq, plain_values
+from moet.kernels.quant import FP8_BLOCK, Activations, e4m3_values, plain_values
 from moet.kernels.registry import GPU_ARCHS, op
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ TILE_ROWS = 16  # rows of one library call; fewer are padded with zeros
 BLOCK_K = (
     256  # inputs of one library call; longer ones are split by thread count inside the library
 )
-FP8_BLOCK = 128  # inputs that share an activation scale
 MAX_SLICES = 4  # of a product's inputs, the most ranks that can share it
 
 
@@ -124,8 +123,8 @@ def linear_fp8(x: Tensor | Activations, weight: Matrix) -> Tensor:
     Returns [n, N] in the dtype of x, accumulated in fp32 and rounded once. This is the arithmetic
     that the checkpoints were trained for.
     """
-    x = plain_values(x)
-    return matmul(fp8_qdq(x.float(), block=FP8_BLOCK), _tensor(weight)).to(x.dtype)
+    values, dtype = e4m3_values(x)
+    return matmul(values, _tensor(weight)).to(dtype)
 
 
 @op(tolerance=2**-8)
@@ -143,8 +142,8 @@ def linear_share_fp8(x: Tensor | Activations, weight: Matrix, *, num_slices: int
 
     x: [n, K] fp32 or bf16. weight: [N, K] fp32. Returns [n, N] fp32.
     """
-    rounded = fp8_qdq(plain_values(x).float(), block=FP8_BLOCK)
-    return tree_sum(matmul_slices(rounded, _tensor(weight), num_slices))
+    values, _ = e4m3_values(x)
+    return tree_sum(matmul_slices(values, _tensor(weight), num_slices))
 
 
 @op(tolerance=2**-8)
@@ -166,8 +165,9 @@ def grouped_linear_fp8(x: Tensor | Activations, weight: Groups) -> Tensor:
     x: [n, G, K] fp32 or bf16, or its rows [n * G, K]. Returns [n, G, N] in the dtype of x.
     """
     matrices = _tensor(weight)
-    values = plain_values(x).reshape(-1, matrices.shape[0], matrices.shape[2])
-    return _each_group(fp8_qdq(values.float(), block=FP8_BLOCK), matrices).to(values.dtype)
+    values, dtype = e4m3_values(x)
+    groups = values.reshape(-1, matrices.shape[0], matrices.shape[2])
+    return _each_group(groups, matrices).to(dtype)
 
 
 def _each_group(x: Tensor, matrices: Tensor) -> Tensor:

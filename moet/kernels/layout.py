@@ -368,3 +368,9 @@ def to_mma_order(x: Tensor) -> Tensor:
     """
     words = x.reshape(*x.shape[:-1], x.shape[-1] // 32, 4, 2, 4)
     return words.transpose(-3, -2).reshape(x.shape)
+
+
+def from_mma_order(x: Tensor) -> Tensor:
+    """Inverse of to_mma_order."""
+    words = x.reshape(*x.shape[:-1], x.shape[-1] // 32, 2, 4, 4)
+    return words.transpose(-3, -2).reshape(x.shape)

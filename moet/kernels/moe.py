@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moet.kernels.gemm import FP8_BLOCK, matmul, matmul_slices, tree_sum
-from moet.kernels.quant import fp8_qdq
+from moet.kernels.gemm import matmul, matmul_slices, tree_sum
+from moet.kernels.quant import FP8_BLOCK, fp8_qdq
 from moet.kernels.registry import GPU_ARCHS, op
 
 EXPERTS_AT_ONCE = 8  # unpacked together; bounds the memory of a prefill

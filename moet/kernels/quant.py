@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moet.kernels.layout import from_mma_order
 from moet.kernels.nvfp4 import (
     E2M1_MAX,
     E4M3_MAX,
@@ -21,6 +22,7 @@ from moet.kernels.nvfp4 import (
 from moet.kernels.registry import op
 
 MXFP4_BLOCK = 32
+FP8_BLOCK = 128  # inputs that share an activation scale
 _MANTISSA_BITS = 23  # of fp32
 _EXPONENT_UNIT = 1 << _MANTISSA_BITS
 _EXPONENT_MASK = 0xFF << _MANTISSA_BITS
@@ -51,6 +53,14 @@ class Activations:
         assert self.values is not None, "these activations were made as e4m3 only"
         return self.values
 
+    def decoded(self) -> Tensor:
+        """What codes and scales stand for; there must be some. [T, K] fp32, K % 32 == 0."""
+        assert self.codes is not None, "these activations were not made as e4m3"
+        assert self.scale is not None, "codes without scales"
+        codes = from_mma_order(self.codes).view(torch.float8_e4m3fn).float()
+        scale = self.scale.repeat_interleave(FP8_BLOCK, 1)
+        return codes * scale[:, : codes.shape[1]]
+
 
 def as_activations(x: Tensor | Activations) -> Activations:
     """The same as Activations."""
@@ -60,6 +70,18 @@ def as_activations(x: Tensor | Activations) -> Activations:
 def plain_values(x: Tensor | Activations) -> Tensor:
     """The same as a tensor; it must not be e4m3 only."""
     return x if isinstance(x, Tensor) else x.plain()
+
+
+def e4m3_values(x: Tensor | Activations) -> tuple[Tensor, torch.dtype]:
+    """The input of a product of e4m3, and the dtype of that product's output.
+
+    x: [..., K]. Returns x rounded per row and 128 inputs, the same shape, fp32, and the dtype of x;
+    activations that are codes only were rounded already, and count as bf16.
+    """
+    if isinstance(x, Activations) and x.values is None:
+        return x.decoded(), torch.bfloat16
+    values = plain_values(x)
+    return fp8_qdq(values.float(), block=FP8_BLOCK), values.dtype
 
 
 def round_up_to_power_of_two(x: Tensor) -> Tensor:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from moet.errors import CheckpointError, ConfigError
-from moet.kernels.gemm import FP8_BLOCK, MAX_SLICES, slices_of
+from moet.kernels.gemm import MAX_SLICES, slices_of
 from moet.kernels.moe import ExpertFormat, ExpertTable
+from moet.kernels.quant import FP8_BLOCK
 from moet.models.base import ExpertProvider, TensorSource
 from moet.models.deepseek_v4_config import DeepseekV4Config
 from moet.models.glm_moe_dsa_config import ARCHITECTURE, GlmMoeDsaConfig

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moet.kernels.gemm import (
-    FP8_BLOCK,
     grouped_linear,
     grouped_linear_fp8,
     linear,
@@ -19,7 +18,7 @@ from moet.kernels.gemm import (
     streamed,
 )
 from moet.kernels.layout import to_mma_order
-from moet.kernels.quant import Activations, e8m0_value, fp8_encode, fp8_qdq
+from moet.kernels.quant import FP8_BLOCK, Activations, e8m0_value, fp8_encode, fp8_qdq
 
 SHAPES = [(33, 24), (96, 300), (24, 1536), (257, 512), (1, 1), (130, 1024)]
 
