@@ -53,6 +53,13 @@ def run_from(rig: Rig, start: int, chunks: list[int]) -> torch.Tensor:
 
 
 def test_the_ops_make_a_model(rigs: tuple[Rig, Rig]) -> None:
+    """Experts of a random model are chosen by a hair, so last-bit noise turns some rows over.
+
+    On this model's own inputs every op has the bits of its reference, mixes of the streams but for
+    1e-6; attention is off by 0.0012 to 0.0028 of its norm, half a step of bf16. The reference model
+    with random noise of a part in 1024 in its attention agrees with itself no better than the ops
+    do: medians of 0.9819 and 0.9810, 0.79 and 1.0 of the rows above 0.9; the ops have 0.9803, 0.93.
+    """
     reference, triton = rigs
     run_chunks(reference, GOLDEN_IDS[:124], [])
     for name, pages in triton.kv.items():  # both go on from here
@@ -60,6 +67,5 @@ def test_the_ops_make_a_model(rigs: tuple[Rig, Rig]) -> None:
     want = run_from(reference, 124, [3, 1, 1, 9])
     got = run_from(triton, 124, [3, 1, 1, 9])
     agreement = torch.nn.functional.cosine_similarity(got, want, dim=1)
-    # Experts of a random model are chosen by a hair: last-bit noise alone turns some rows over.
     assert agreement.median() > 0.98, agreement
     assert (agreement > 0.9).float().mean() > 0.7, agreement
