@@ -59,6 +59,7 @@ def test_the_ops_make_a_model(rigs: tuple[Rig, Rig]) -> None:
     1e-6; attention is off by 0.0012 to 0.0028 of its norm, half a step of bf16. The reference model
     with random noise of a part in 1024 in its attention agrees with itself no better than the ops
     do: medians of 0.9819 and 0.9810, 0.79 and 1.0 of the rows above 0.9; the ops have 0.9803, 0.93.
+    The limits leave another processor's noise room.
     """
     reference, triton = rigs
     run_chunks(reference, GOLDEN_IDS[:124], [])
@@ -67,5 +68,5 @@ def test_the_ops_make_a_model(rigs: tuple[Rig, Rig]) -> None:
     want = run_from(reference, 124, [3, 1, 1, 9])
     got = run_from(triton, 124, [3, 1, 1, 9])
     agreement = torch.nn.functional.cosine_similarity(got, want, dim=1)
-    assert agreement.median() > 0.98, agreement
+    assert agreement.median() > 0.97, agreement
     assert (agreement > 0.9).float().mean() > 0.7, agreement
