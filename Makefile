@@ -11,7 +11,7 @@ serve: .venv/installed
 	$(BIN)/moet serve $(MODEL) $(ARGS)
 
 test: .venv/installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: .venv/installed-dev
 	$(BIN)/ruff format --check .

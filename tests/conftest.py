@@ -1,5 +1,23 @@
 """Settings that every test shares."""
 
+import pytest
 import torch
 
 torch.set_num_threads(1)  # the suites of several parts run side by side
+
+LONG = (  # files that take a minute or more begin first, so that none is waited for at the end
+    "kernels/test_accelerated.py",
+    "test_demo.py",
+    "runtime/test_core_models.py",
+    "runtime/experts/test_policies.py",
+    "kernels/test_prefill_gemm.py",
+    "kernels/test_audit.py",
+    "kernels/test_device_moe.py",
+    "runtime/parallel/test_parallel_engine.py",
+    "test_cli.py",
+    "test_exactness.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.path.as_posix().endswith(LONG))

@@ -77,6 +77,7 @@ def test_a_damaged_cubin_is_refused(tmp_path: Path) -> None:
 def test_a_stale_source_fails_the_audit(tmp_path: Path) -> None:
     root = copy_of_cubins(tmp_path / "cubins")
     changed = manifest()
+    changed["cubins"] = {"sm90a/bandwidth": changed["cubins"]["sm90a/bandwidth"]}
     changed["cubins"]["sm90a/bandwidth"]["source_sha256"] = "0" * 64
     (root / "MANIFEST.json").write_text(json.dumps(changed))
     assert any("sm90a/bandwidth" in problem for problem in audit.audit(root))

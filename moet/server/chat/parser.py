@@ -297,7 +297,15 @@ class OutputParser:
         self.num_malformed += 1
         self._call, self._state = None, self._outside
         if self._grammar.surface_raw:
-            self._text(call.raw)
+            self._text(self._without_think_tags(call.raw))
+
+    def _without_think_tags(self, raw: str) -> str:
+        """Inside a call they were text; in prose they may not be shown."""
+        tags = (self._grammar.think, self._grammar.end_think)
+        while any(tag in raw for tag in tags):
+            for tag in tags:
+                raw = raw.replace(tag, "")
+        return raw
 
     def _flush_call(self) -> None:
         assert self._call is not None

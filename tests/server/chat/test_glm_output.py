@@ -316,6 +316,14 @@ def test_coercion(key: str, text: str, value: object) -> None:
     assert type(got) is type(value)
 
 
+def test_a_dropped_call_shows_no_thinking_tags() -> None:
+    """What was a value's text while the call was open is prose once the call is none."""
+    text = "<tool_call><arg_value><think>a</think>"
+    whole = run(by_tokens(text, []), start="reasoning")
+    assert whole.reasoning == "<tool_call><arg_value>a"
+    assert run([[Piece(text)]], start="reasoning", lexicon=BY_TEXT) == whole
+
+
 @settings(deadline=None, max_examples=150)
 @given(
     st.lists(
