@@ -179,75 +179,11 @@ def _rows_fit(*, arch: str, form: EntryFormat, num_heads: int) -> bool:
     return arch in GPU_ARCHS and fp8_rows_fit(form)
 
 
-@window_attention.impl("triton_fp8", supports=_rows_fit)
-def _window_attention(
-    q: Tensor,
-    sink: Tensor,
-    window: Cache,
-    chunk: Cache | None,
-    entries: Cache | None,
-    selected: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    rows: Rows,
-    *,
-    scale: float,
-    sliding_window: int,
-    ratio: int,
-) -> Tensor:
-    from moet.kernels import triton_attention
-
-    return triton_attention.window_attention(
-        q,
-        sink,
-        window,
-        chunk,
-        entries,
-        selected,
-        cos,
-        sin,
-        rows,
-        scale=scale,
-        sliding_window=sliding_window,
-        ratio=ratio,
-    )
+window_attention.impl_in("moet.kernels.triton_attention", "triton_fp8", supports=_rows_fit)
 
 
 def _groups_fit(*, arch: str, form: EntryFormat, num_heads: int) -> bool:
     return _rows_fit(arch=arch, form=form, num_heads=num_heads) and form.width % 128 == 0
 
 
-@window_attention_q.impl("triton_fp8", supports=_groups_fit)
-def _window_attention_q(
-    q: Tensor,
-    sink: Tensor,
-    window: Cache,
-    chunk: Cache | None,
-    entries: Cache | None,
-    selected: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    rows: Rows,
-    *,
-    scale: float,
-    sliding_window: int,
-    ratio: int,
-    num_groups: int,
-) -> Activations:
-    from moet.kernels import triton_attention
-
-    return triton_attention.window_attention_q(
-        q,
-        sink,
-        window,
-        chunk,
-        entries,
-        selected,
-        cos,
-        sin,
-        rows,
-        scale=scale,
-        sliding_window=sliding_window,
-        ratio=ratio,
-        num_groups=num_groups,
-    )
+window_attention_q.impl_in("moet.kernels.triton_attention", "triton_fp8", supports=_groups_fit)

@@ -98,33 +98,4 @@ def _fits(
     )
 
 
-@attention_inputs.impl("triton_fp8", supports=_fits)
-def _attention_inputs(
-    qr_kv: Tensor,
-    projected: Tensor | None,
-    q_norm_weight: Tensor,
-    kv_norm_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    window: Cache,
-    places: Tensor,
-    compressors: tuple[CompressorSite, ...],
-    rows: Rows,
-    *,
-    eps: float,
-) -> Activations:
-    from moet.kernels import triton_attention_inputs
-
-    return triton_attention_inputs.attention_inputs(
-        qr_kv,
-        projected,
-        q_norm_weight,
-        kv_norm_weight,
-        cos,
-        sin,
-        window,
-        places,
-        compressors,
-        rows,
-        eps=eps,
-    )
+attention_inputs.impl_in("moet.kernels.triton_attention_inputs", "triton_fp8", supports=_fits)

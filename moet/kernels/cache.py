@@ -284,24 +284,7 @@ def _fp8_on_gpu(*, arch: str, form: EntryFormat) -> bool:
     return arch in GPU_ARCHS and fp8_rows_fit(form)
 
 
-@write_kv.impl("triton_fp8", supports=_fp8_on_gpu)
-def _write_kv(
-    kv: Tensor,
-    weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    cache: Cache,
-    slots: Tensor,
-    *,
-    eps: float,
-) -> None:
-    from moet.kernels import triton_rows
-
-    triton_rows.write_kv(kv, weight, cos, sin, cache, slots, eps=eps)
+write_kv.impl_in("moet.kernels.triton_rows", "triton_fp8", supports=_fp8_on_gpu)
 
 
-@copy_entries.impl("triton_fp8", supports=_fp8_on_gpu)
-def _copy_entries(source: Cache, target: Cache, slots: Tensor) -> None:
-    from moet.kernels import triton_rows
-
-    triton_rows.copy_entries(source, target, slots)
+copy_entries.impl_in("moet.kernels.triton_rows", "triton_fp8", supports=_fp8_on_gpu)

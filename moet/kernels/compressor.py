@@ -130,35 +130,4 @@ def encodings_fit(
     return arch in GPU_ARCHS and raw and fits and ratio & (ratio - 1) == 0
 
 
-@compress.impl("triton", supports=encodings_fit)
-def _compress(
-    projected: Tensor,
-    ape: Tensor,
-    weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    state: Cache,
-    entries: Cache,
-    rows: Rows,
-    *,
-    overlapped: bool,
-    rotate: bool,
-    eps: float,
-    dtype: torch.dtype,
-) -> None:
-    from moet.kernels import triton_compressor
-
-    triton_compressor.compress(
-        projected,
-        ape,
-        weight,
-        cos,
-        sin,
-        state,
-        entries,
-        rows,
-        overlapped=overlapped,
-        rotate=rotate,
-        eps=eps,
-        dtype=dtype,
-    )
+compress.impl_in("moet.kernels.triton_compressor", "triton", supports=encodings_fit)

@@ -66,27 +66,7 @@ def _on_gpu(*, arch: str) -> bool:
     return arch in GPU_ARCHS
 
 
-@newest_tokens.impl("triton", supports=_on_gpu)
-def _newest_tokens(token_ids: Tensor, slots: Tensor, last_token: Tensor) -> Tensor:
-    from moet.kernels import triton_greedy
-
-    return triton_greedy.newest_tokens(token_ids, slots, last_token)
+newest_tokens.impl_in("moet.kernels.triton_greedy", "triton", supports=_on_gpu)
 
 
-@take_greedy.impl("triton", supports=_on_gpu)
-def _take_greedy(
-    logits: Tensor,
-    token_ids: Tensor,
-    counts: Tensor,
-    slots: Tensor,
-    last_token: Tensor,
-    fault: Tensor | None,
-    out: Tensor,
-    *,
-    num_token_ids: int,
-) -> None:
-    from moet.kernels import triton_greedy
-
-    triton_greedy.take_greedy(
-        logits, token_ids, counts, slots, last_token, fault, out, num_token_ids=num_token_ids
-    )
+take_greedy.impl_in("moet.kernels.triton_greedy", "triton", supports=_on_gpu)

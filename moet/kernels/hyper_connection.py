@@ -247,11 +247,7 @@ def _hc_head_norm_placed(
     return collapse(streams, site)[1].plain()
 
 
-@hc_post.impl("triton", supports=_post_fits)
-def _hc_post(y: Tensor, streams: Tensor, post: Tensor, mix: Tensor) -> Tensor:
-    from moet.kernels import triton_hyper_connection
-
-    return triton_hyper_connection.hc_post(y, streams, post, mix)
+hc_post.impl_in("moet.kernels.triton_hyper_connection", "triton", supports=_post_fits)
 
 
 @hc_enter.impl("triton", supports=_streams_fit)

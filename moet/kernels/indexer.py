@@ -90,11 +90,7 @@ def _query_fits(*, arch: str, head_dim: int, rope_dim: int, quantised: bool) -> 
     return arch in GPU_ARCHS and quantised and fits
 
 
-@index_query.impl("triton_mxfp4", supports=_query_fits)
-def _index_query(q: Tensor, cos: Tensor, sin: Tensor, *, num_heads: int, quantised: bool) -> Tensor:
-    from moet.kernels import triton_indexer
-
-    return triton_indexer.index_query(q, cos, sin, num_heads=num_heads, quantised=quantised)
+index_query.impl_in("moet.kernels.triton_indexer", "triton_mxfp4", supports=_query_fits)
 
 
 def _keys_fit(*, arch: str, keys: EntryFormat, num_heads: int, top_k: int) -> bool:
@@ -102,19 +98,4 @@ def _keys_fit(*, arch: str, keys: EntryFormat, num_heads: int, top_k: int) -> bo
     return arch in GPU_ARCHS and form and top_k & (top_k - 1) == 0 and num_heads <= 128
 
 
-@index_select.impl("triton_mxfp4", supports=_keys_fit)
-def _index_select(
-    q: Tensor,
-    gate: Tensor,
-    keys: Cache,
-    rows: Rows,
-    *,
-    ratio: int,
-    top_k: int,
-    gate_scale: float,
-) -> Tensor:
-    from moet.kernels import triton_indexer
-
-    return triton_indexer.index_select(
-        q, gate, keys, rows, ratio=ratio, top_k=top_k, gate_scale=gate_scale
-    )
+index_select.impl_in("moet.kernels.triton_indexer", "triton_mxfp4", supports=_keys_fit)

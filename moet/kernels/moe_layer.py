@@ -117,13 +117,7 @@ def _on_gpu(*, arch: str) -> bool:
     return arch in GPU_ARCHS
 
 
-@route.impl("stream", supports=_on_gpu)
-def _route(
-    x: Tensor | Activations, token_ids: Tensor, positions: Tensor, router: RouterWeights
-) -> tuple[Tensor, Tensor]:
-    from moet.kernels import device_moe
-
-    return device_moe.route(x, token_ids, positions, router)
+route.impl_in("moet.kernels.device_moe", "stream", supports=_on_gpu)
 
 
 @moe.impl("stream", supports=_on_gpu)

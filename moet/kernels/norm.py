@@ -39,8 +39,4 @@ def _on_gpu(*, arch: str) -> bool:
     return arch in GPU_ARCHS
 
 
-@rms_norm.impl("triton", supports=_on_gpu)
-def _rms_norm(x: Tensor, weight: Tensor | None, *, eps: float) -> Tensor:
-    from moet.kernels import triton_rows
-
-    return triton_rows.rms_norm(x, weight, eps=eps)
+rms_norm.impl_in("moet.kernels.triton_rows", "triton", supports=_on_gpu)

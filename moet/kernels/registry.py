@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from moet.errors import UnsupportedError
@@ -35,7 +36,12 @@ class Impl(Generic[P, R]):
 
     name: str
     supports: Callable[..., bool]
-    fn: Callable[P, R]
+    load: Callable[[], Callable[P, R]]
+
+    @property
+    def fn(self) -> Callable[P, R]:
+        """The form itself; what it needs is imported now."""
+        return self.load()
 
 
 class Op(Generic[P, R]):
@@ -57,10 +63,20 @@ class Op(Generic[P, R]):
         """Register an accelerated form; earlier registrations are preferred."""
 
         def register(fn: Callable[P, R]) -> Callable[P, R]:
-            self.impls.append(Impl(name, supports, fn))
+            self.impls.append(Impl(name, supports, lambda: fn))
             return fn
 
         return register
+
+    def impl_in(self, module: str, name: str, *, supports: Callable[..., bool]) -> None:
+        """Register the function of this op's name and parameters in a module, which is imported
+        when the form is chosen: what only a GPU needs is not loaded before."""
+
+        def load() -> Callable[P, R]:
+            form: Callable[P, R] = getattr(import_module(module), self.name)
+            return form
+
+        self.impls.append(Impl(name, supports, load))
 
     def bind(self, *, arch: str, **facts: Any) -> Callable[P, R]:
         """Return the first implementation that supports arch and facts.

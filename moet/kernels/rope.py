@@ -87,8 +87,4 @@ def _pairs_fit(*, arch: str, head_dim: int, rope_dim: int) -> bool:
     return arch in GPU_ARCHS and power_of_two and rope_dim % 2 == 0
 
 
-@norm_rope_heads.impl("triton", supports=_pairs_fit)
-def _norm_rope_heads(q: Tensor, cos: Tensor, sin: Tensor, *, num_heads: int, eps: float) -> Tensor:
-    from moet.kernels import triton_rows
-
-    return triton_rows.norm_rope_heads(q, cos, sin, num_heads=num_heads, eps=eps)
+norm_rope_heads.impl_in("moet.kernels.triton_rows", "triton", supports=_pairs_fit)
