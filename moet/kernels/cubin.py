@@ -135,14 +135,11 @@ class Kernels:
         shared_bytes: int,
         args: ctypes.Structure,
         overlap: bool = True,
-        cluster: int = 1,
     ) -> None:
         """Launch on torch's current stream; `args` is the kernel's one parameter.
 
         overlap: the kernel may begin before the one ahead of it in the stream has ended; it waits
-        for that one itself before it reads what that one wrote. cluster: so many CTAs in a row of
-        the grid, a divisor of it and at most 8, run on neighbouring SMs and see each other's
-        shared memory.
+        for that one itself before it reads what that one wrote.
         """
         driver = self._driver
         function = self._function(name, shared_bytes)
@@ -157,14 +154,7 @@ class Kernels:
             driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         )
         attribute.value.programmaticStreamSerializationAllowed = int(overlap)
-        attributes = [attribute]
-        if cluster > 1:
-            size = driver.CUlaunchAttribute()
-            size.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            extent = size.value.clusterDim
-            extent.x, extent.y, extent.z = cluster, 1, 1
-            attributes.append(size)
-        config.attrs, config.numAttrs = attributes, len(attributes)
+        config.attrs, config.numAttrs = [attribute], 1
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
         launched = driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0)
         self._checked(launched, name)

@@ -130,34 +130,17 @@ class EngineCore:
             counters=self._counters,
             tiers=tiers,
         )
-        draft_model = cast(DraftingModel, model) if scheduler.num_spec_tokens else None
-        max_pages = memory.num_pages_for(window)
-        self._runner: ModelRunner | DeviceRunner
-        self._launcher: DeviceRunner | None = None
-        if placement is None:
-            self._runner = ModelRunner(
-                model,
-                experts,
-                kv,
-                SamplerState(num_seqs, model.vocab_size, num_token_ids=vocab_size),
-                num_seq_slots=num_seqs,
-                max_pages_per_seq=max_pages,
-                draft_model=draft_model,
-                precisions=self._precisions,
-            )
-        else:
-            device = placement.queue.device
-            self._runner = self._launcher = DeviceRunner(
-                cast(DeviceModel, model),
-                experts,
-                kv,
-                SamplerState(num_seqs, model.vocab_size, device, num_token_ids=vocab_size),
-                placement,
-                num_seq_slots=num_seqs,
-                max_pages_per_seq=max_pages,
-                max_rows_per_seq=1 + scheduler.num_spec_tokens,
-                draft_model=draft_model,
-            )
+        self._runner = _runner(
+            model,
+            experts,
+            kv,
+            placement,
+            self._precisions,
+            num_token_ids=vocab_size,
+            max_pages=memory.num_pages_for(window),
+            scheduler=scheduler,
+        )
+        self._launcher = self._runner if isinstance(self._runner, DeviceRunner) else None
         self._scheduler = Scheduler(scheduler, memory, self._counters)
         self._grammars = grammars
         self._compiling: dict[str, _Compiling] = {}
@@ -535,6 +518,45 @@ class _Compiling:
     seq: Sequence
     job: CompileJob
     queued: Future[None]
+
+
+def _runner(
+    model: Model,
+    experts: ExpertProvider,
+    kv: KVCache,
+    placement: Placement | None,
+    precisions: PrecisionSet,
+    *,
+    num_token_ids: int,
+    max_pages: int,
+    scheduler: SchedulerConfig,
+) -> ModelRunner | DeviceRunner:
+    """What computes batches: on the CPU, or on the placement's device."""
+    num_seqs = scheduler.max_num_seqs
+    draft_model = cast(DraftingModel, model) if scheduler.num_spec_tokens else None
+    if placement is None:
+        return ModelRunner(
+            model,
+            experts,
+            kv,
+            SamplerState(num_seqs, model.vocab_size, num_token_ids=num_token_ids),
+            num_seq_slots=num_seqs,
+            max_pages_per_seq=max_pages,
+            draft_model=draft_model,
+            precisions=precisions,
+        )
+    device = placement.queue.device
+    return DeviceRunner(
+        cast(DeviceModel, model),
+        experts,
+        kv,
+        SamplerState(num_seqs, model.vocab_size, device, num_token_ids=num_token_ids),
+        placement,
+        num_seq_slots=num_seqs,
+        max_pages_per_seq=max_pages,
+        max_rows_per_seq=1 + scheduler.num_spec_tokens,
+        draft_model=draft_model,
+    )
 
 
 def _window(
