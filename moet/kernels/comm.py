@@ -1,5 +1,6 @@
-"""Sums over the ranks of one host through memory that all of them can read, for the small messages
-of a decode step. One kernel, no library, the same bits on every rank and in every run.
+"""Sums and gathers over the ranks of one host through memory that all of them can write, for the
+small messages of a decode step. One launch, no library, the same bits on every rank and in every
+run.
 
 Knows tensors and addresses. How ranks find each other is the affair of whoever calls; larger
 messages, and ranks on other hosts, go through NCCL.
@@ -8,9 +9,12 @@ messages, and ranks on other hosts, go through NCCL.
 from __future__ import annotations
 
 import ctypes
+import mmap
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -20,41 +24,40 @@ from moet.kernels.stream_gemm import Launcher, pointer
 
 THREADS = 256
 MAX_RANKS = 4
-VECTOR_BYTES = 16
-CTAS = 16  # all resident at once; each waits for its fellow on the other ranks
-TIMEOUT_S = 2.0
+PAIR_BYTES = 8  # of values that travel in one packet
+PACKET_BYTES = 16  # with the number of the call beside each half
+CTAS = 64  # all resident at once; always as many, since each counts its own calls
 ERROR_RANK_MISSING = 1 << 16  # bit of the error word, shifted left by the rank
+HANDLE_BYTES = 64
+SHARED_FOLDER = Path("/dev/shm")
 
 
 class _Args(ctypes.Structure):
     _fields_: ClassVar[Any] = [
         ("x", ctypes.c_uint64),
         ("out", ctypes.c_uint64),
-        ("buffers", ctypes.c_uint64 * MAX_RANKS),
-        ("flags", ctypes.c_uint64 * MAX_RANKS),
+        ("windows", ctypes.c_uint64 * MAX_RANKS),
         ("turns", ctypes.c_uint64),
         ("error", ctypes.c_uint64),
-        ("timeout_ns", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("vectors", "capacity", "ranks", "rank")),
+        ("limit_ns", ctypes.c_uint64),
+        *((name, ctypes.c_int32) for name in ("pairs", "capacity", "ranks", "rank")),
+        *((name, ctypes.c_int32) for name in ("per_row", "from_bf16", "to_bf16")),
     ]
 
 
-def flag_bytes(num_ranks: int) -> int:
-    """Of the flags that a rank keeps for the others, zero at the start."""
-    return 4 * num_ranks * CTAS
-
-
 def window_bytes(max_bytes: int, num_ranks: int) -> int:
-    """Of the memory that a rank shows the others: two halves of max_bytes, then its flags."""
-    return 2 * max_bytes + flag_bytes(num_ranks)
+    """Of the memory that a rank lets the others write: two halves, a part for each of them."""
+    return 2 * num_ranks * (max_bytes // PAIR_BYTES) * PACKET_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class PeerSum:
-    """Sums of up to max_bytes over 1, 2 or 4 ranks.
+class PeerLinks:
+    """Sums and gathers of up to max_bytes a rank, over 1, 2 or 4 ranks.
 
     windows: the address of each rank's window (of window_bytes) as this rank sees it, zeroed before
-    any rank begins. turns: [CTAS] int32, zero; error: [1] int32. All ranks must call alike.
+    any rank begins. turns: [CTAS] int32, zero; error: [1] int32. limit_ns: [1] int64 in memory of
+    the host that the kernel reads: how long a call waits for the others, which may be changed at
+    any time. All ranks must call alike.
     """
 
     launcher: Launcher
@@ -63,90 +66,208 @@ class PeerSum:
     max_bytes: int
     turns: Tensor
     error: Tensor
-    timeout_s: float = TIMEOUT_S
+    limit_ns: Tensor
 
     def __post_init__(self) -> None:
         assert len(self.windows) in (1, 2, MAX_RANKS), f"{len(self.windows)} ranks"
-        assert self.max_bytes % VECTOR_BYTES == 0
+        assert self.max_bytes % PAIR_BYTES == 0
 
-    def fits(self, x: Tensor) -> bool:
-        """Whether x can be summed so: fp32, contiguous, a multiple of 16 bytes, small enough."""
-        num_bytes = x.numel() * x.element_size()
-        whole = num_bytes % VECTOR_BYTES == 0 and x.is_contiguous()
-        return x.dtype == torch.float32 and whole and num_bytes <= self.max_bytes
+    def wait_at_most(self, seconds: float) -> None:
+        """How long calls wait from now on, also those that wait already."""
+        self.limit_ns[0] = int(seconds * 1e9)
 
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """The sum of every rank's x by tree, (0 + 1) + (2 + 3). out may be x.
+    def sums(self, x: Tensor) -> bool:
+        """Whether x can be summed so: fp32 or bf16, contiguous, in whole pairs, small enough."""
+        return x.dtype in (torch.float32, torch.bfloat16) and self._fits(x, x.numel())
 
-        A rank that does not come within timeout_s sets its bit in `error` and leaves the sum
-        undefined; the call ends.
+    def gathers(self, x: Tensor) -> bool:
+        """Whether x, [rows, columns], can be gathered so: rows in whole pairs."""
+        return x.dim() == 2 and self._fits(x, x.shape[1])
+
+    def _fits(self, x: Tensor, run: int) -> bool:
+        """run: values that must be a number of pairs."""
+        size = x.element_size()
+        whole = run * size % PAIR_BYTES == 0 and x.is_contiguous()
+        return whole and x.numel() * size <= self.max_bytes
+
+    def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """The sum of every rank's x by tree, (0 + 1) + (2 + 3), in fp32, rounded once to dtype.
+
+        dtype: bf16, or that of x. A rank that does not come in time sets its bit in `error` and
+        leaves the sum undefined; the call ends.
         """
-        assert self.fits(x), f"{x.dtype} {tuple(x.shape)}"
-        out = torch.empty_like(x) if out is None else out
-        vectors = x.numel() * 4 // VECTOR_BYTES
-        if vectors == 0:
-            return out
+        dtype = dtype or x.dtype
+        assert self.sums(x), f"{x.dtype} {tuple(x.shape)}"
+        assert dtype in (x.dtype, torch.bfloat16)
+        out = torch.empty_like(x, dtype=dtype)
+        args = self._args(x, out)
+        args.from_bf16 = x.dtype == torch.bfloat16
+        args.to_bf16 = dtype == torch.bfloat16
+        self._launch("all_reduce", args)
+        return out
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Every rank's columns side by side. x: [rows, columns]; returns [rows, ranks * columns].
+
+        A rank that does not come: as in sum.
+        """
+        assert self.gathers(x), f"{x.dtype} {tuple(x.shape)}"
+        num_rows, width = x.shape
+        out = x.new_empty(num_rows, len(self.windows) * width)
+        args = self._args(x, out)
+        args.per_row = width * x.element_size() // PAIR_BYTES
+        self._launch("all_gather", args)
+        return out
+
+    def _args(self, x: Tensor, out: Tensor) -> _Args:
         args = _Args(
             x=pointer(x),
             out=pointer(out),
             turns=pointer(self.turns),
             error=pointer(self.error),
-            timeout_ns=int(self.timeout_s * 1e9),
-            vectors=vectors,
-            capacity=self.max_bytes // VECTOR_BYTES,
+            limit_ns=self.limit_ns.data_ptr(),
+            pairs=x.numel() * x.element_size() // PAIR_BYTES,
+            capacity=self.max_bytes // PAIR_BYTES,
             ranks=len(self.windows),
             rank=self.rank,
         )
         for rank, address in enumerate(self.windows):
-            args.buffers[rank] = address
-            args.flags[rank] = address + 2 * self.max_bytes
-        # Always the same grid, since a CTA's turn counts its own calls.
-        self.launcher.launch(
-            "all_reduce_f32", grid=CTAS, threads=THREADS, shared_bytes=0, args=args
-        )
-        return out
+            args.windows[rank] = address
+        return args
+
+    def _launch(self, name: str, args: _Args) -> None:
+        if args.pairs:
+            self.launcher.launch(name, grid=CTAS, threads=THREADS, shared_bytes=0, args=args)
+
+
+class Window(Protocol):
+    """Memory of each rank that all ranks write, by the address it has here."""
+
+    addresses: tuple[int, ...]
+
+    def close(self) -> None:
+        """Let go of it; all ranks must have stopped using it."""
+        ...
+
+
+Exchange = Callable[[bytes], Sequence[bytes]]
+"""Gives every rank's bytes, at most 255, in rank order, given one's own; all ranks call alike."""
+
+
+def together(exchange: Exchange, work: Callable[[], bytes]) -> Sequence[bytes]:
+    """What `work` makes on every rank. Raises KernelError on all of them if it does so on one."""
+    fault, made = "", b""
+    try:
+        made = work()
+    except (KernelError, OSError) as error:
+        fault = str(error)
+    every = exchange(b"\1" + made if not fault else b"\0" + fault.encode()[:200])
+    bad = [f"rank {r}: {e[1:].decode()}" for r, e in enumerate(every) if e[:1] == b"\0"]
+    if bad:
+        raise KernelError("; ".join(bad))
+    return [each[1:] for each in every]
 
 
 class PeerWindow:
-    """A window on the current GPU that other processes of the host map, and theirs mapped here.
+    """On each rank's GPU, mapped by the others. Raises KernelError where GPUs cannot do that."""
 
-    exchange: gives every rank's bytes in rank order, given one's own.
+    def __init__(self, num_bytes: int, rank: int, exchange: Exchange) -> None:
+        self._driver, self._rank = _driver(), rank
+        driver = self._driver
+
+        def own() -> bytes:
+            self._own = int(_done(driver, driver.cuMemAlloc(num_bytes)))
+            _done(driver, driver.cuMemsetD8(self._own, 0, num_bytes))
+            _done(driver, driver.cuCtxSynchronize())
+            handle = _done(driver, driver.cuIpcGetMemHandle(self._own))
+            return ctypes.string_at(int(handle.getPtr()), HANDLE_BYTES)
+
+        handles = together(exchange, own)
+        places: list[int] = []
+
+        def others() -> bytes:
+            places.extend(self._own if r == rank else self._open(h) for r, h in enumerate(handles))
+            return b""
+
+        together(exchange, others)
+        self.addresses = tuple(places)
+
+    def _open(self, handle: bytes) -> int:
+        driver = self._driver
+        theirs = driver.CUipcMemHandle()
+        ctypes.memmove(int(theirs.getPtr()), handle, HANDLE_BYTES)
+        flags = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        return int(_done(driver, driver.cuIpcOpenMemHandle(theirs, flags.value)))
+
+    def close(self) -> None:
+        for other, address in enumerate(self.addresses):
+            if other != self._rank:
+                _done(self._driver, self._driver.cuIpcCloseMemHandle(address))
+        _done(self._driver, self._driver.cuMemFree(self._own))
+
+
+class HostWindow:
+    """In host memory that every rank's GPU maps: for GPUs that cannot read each other.
+
+    name: the same on all ranks and in no use. register: makes host memory known to the GPU and
+    gives the address that it has there. Raises KernelError where that cannot be done.
     """
 
     def __init__(
-        self, num_bytes: int, rank: int, exchange: Callable[[bytes], Sequence[bytes]]
+        self,
+        num_bytes: int,
+        rank: int,
+        num_ranks: int,
+        name: str,
+        exchange: Exchange,
+        register: Callable[[int, int], int],
     ) -> None:
-        from cuda.bindings import driver  # type: ignore[import-untyped,unused-ignore]
+        paths = [SHARED_FOLDER / f"moet-{name}-{other}" for other in range(num_ranks)]
+        num_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        places: list[int] = []
 
-        self._driver = driver
-        self._own = int(self._done(driver.cuMemAlloc(num_bytes)))
-        self._done(driver.cuMemsetD8(self._own, 0, num_bytes))
-        self._done(driver.cuCtxSynchronize())
-        handle = self._done(driver.cuIpcGetMemHandle(self._own))
-        addresses = []
-        for other, data in enumerate(exchange(bytes(handle.reserved))):
-            if other == rank:
-                addresses.append(self._own)
-                continue
-            theirs = driver.CUipcMemHandle()
-            theirs.reserved = data
-            flags = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-            addresses.append(int(self._done(driver.cuIpcOpenMemHandle(theirs, flags))))
-        self.addresses = tuple(addresses)
-        self._rank = rank
+        def own() -> bytes:
+            with paths[rank].open("xb") as file:
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+            return b""
+
+        def every() -> bytes:
+            self._maps = [_mapped(path, num_bytes) for path in paths]
+            starts = [ctypes.addressof(ctypes.c_char.from_buffer(each)) for each in self._maps]
+            places.extend(register(start, num_bytes) for start in starts)
+            return b""
+
+        try:
+            together(exchange, own)
+            together(exchange, every)
+        finally:
+            paths[rank].unlink(missing_ok=True)
+        self.addresses = tuple(places)
 
     def close(self) -> None:
-        """Unmap the others' windows and free one's own; all ranks must have stopped using them."""
-        for other, address in enumerate(self.addresses):
-            if other != self._rank:
-                self._done(self._driver.cuIpcCloseMemHandle(address))
-        self._done(self._driver.cuMemFree(self._own))
+        """What is mapped goes with the process."""
 
-    def _done(self, result: tuple[Any, ...]) -> Any:
-        code, *values = result
-        if code != self._driver.CUresult.CUDA_SUCCESS:
-            raise KernelError(
-                f"the GPUs of this host cannot read each other's memory: {code}; NCCL is used "
-                "without it"
-            )
-        return values[0] if values else None
+
+def register_host(place: int, num_bytes: int) -> int:
+    """Map host memory into the current GPU; returns its address there. Raises KernelError."""
+    driver = _driver()
+    _done(driver, driver.cuMemHostRegister(place, num_bytes, driver.CU_MEMHOSTREGISTER_DEVICEMAP))
+    return int(_done(driver, driver.cuMemHostGetDevicePointer(place, 0)))
+
+
+def _mapped(path: Path, num_bytes: int) -> mmap.mmap:
+    with path.open("r+b") as file:
+        return mmap.mmap(file.fileno(), num_bytes)
+
+
+def _driver() -> Any:
+    from cuda.bindings import driver  # type: ignore[import-untyped,unused-ignore]
+
+    return driver
+
+
+def _done(driver: Any, result: tuple[Any, ...]) -> Any:
+    code, *values = result
+    if code != driver.CUresult.CUDA_SUCCESS:
+        raise KernelError(f"GPUs cannot share this memory: {code}")
+    return values[0] if values else None

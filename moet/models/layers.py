@@ -217,14 +217,14 @@ class InputLinear:
         self._whole = whole.bind(arch=settings.arch, **facts) if alone else None
 
     def partial(self, x: Tensor) -> Tensor:
-        """This rank's part of the product, which is to be summed over the ranks. fp32."""
+        """This rank's part of the product, which is to be summed over the ranks; fp32 on the CPU."""
         return self._share(x, self.weight, num_slices=self.num_slices)
 
     def __call__(self, x: Tensor) -> Tensor:
         """The whole product, in the dtype of x."""
         if self._whole is not None:
             return self._whole(x, self.weight)
-        return self.shard.comm.sum(self.partial(x)).to(x.dtype)
+        return self.shard.comm.sum(self.partial(x), x.dtype)
 
 
 class GroupedLinear:

@@ -28,8 +28,11 @@ Cut = Literal["whole", "outputs", "inputs"]
 class Comm(Protocol):
     """How a rank reaches the others. Every call is made by all ranks concerned, in one order."""
 
-    def sum(self, x: Tensor) -> Tensor:
-        """The sum over the tensor-parallel ranks by tree, (0 + 1) + (2 + 3); same bits on all."""
+    def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """The sum over the tensor-parallel ranks by tree, (0 + 1) + (2 + 3); same bits on all.
+
+        Added in fp32 and rounded once to dtype: bf16, or that of x.
+        """
         ...
 
     def gather(self, x: Tensor) -> Tensor:
@@ -52,8 +55,8 @@ class Comm(Protocol):
 class Alone:
     """The Comm of a process that has everything."""
 
-    def sum(self, x: Tensor) -> Tensor:
-        return x
+    def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return x.to(dtype or x.dtype)
 
     def gather(self, x: Tensor) -> Tensor:
         return x

@@ -40,8 +40,8 @@ class ThreadComm:
         self.next: SimpleQueue[Tensor] | None = None
         self.stage = 0
 
-    def sum(self, x: Tensor) -> Tensor:
-        return tree_sum(self.board.all(self.rank, x))
+    def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return tree_sum(self.board.all(self.rank, x)).to(dtype or x.dtype)
 
     def gather(self, x: Tensor) -> Tensor:
         return torch.cat(self.board.all(self.rank, x), 1)

@@ -304,10 +304,12 @@ class GroupComm:
         self.before, self.behind = before, behind
         self._number = 0
 
-    def sum(self, x: Tensor) -> Tensor:
+    def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        dtype = dtype or x.dtype
         if self.stage.size() == 1:
-            return x
-        return tree_sum(self.group.gathered(self.stage, x.contiguous(), self._what("sum")))
+            return x.to(dtype)
+        every = self.group.gathered(self.stage, x.contiguous(), self._what("sum"))
+        return tree_sum([each.float() for each in every]).to(dtype)
 
     def gather(self, x: Tensor) -> Tensor:
         if self.stage.size() == 1:
