@@ -14,7 +14,7 @@ from bench.train_demo.data.mixture import one
 from bench.train_demo.data.sample import Sample
 from bench.train_demo.tokenizer import Family
 from moet.runtime.tokenizer import Span, Tokenizer
-from moet.server.chat.deepseek_v4 import BOS, EOS, DeepseekV4Encoding
+from moet.server.chat.deepseek_v4 import ASSISTANT, BOS, EOS, DeepseekV4Encoding
 from moet.server.chat.encoding import ChatEncoding, ChatOptions
 from moet.server.chat.glm import GlmEncoding
 
@@ -85,7 +85,19 @@ class Renderer:
         done = self.render(sample, thinking, effort)
         tokens = np.array(done.prompt + done.completion, dtype=np.uint16)
         tokens[len(done.prompt) :] |= WANTED
+        if sample.every_answer:
+            self._mark_answers(tokens)
         return tokens
+
+    def _mark_answers(self, tokens: np.ndarray) -> None:
+        """Mark what follows each assistant header, with the token that ends it."""
+        glm = self.family == "glm"
+        header, end = ("<|assistant|>", "<|user|>") if glm else (ASSISTANT, EOS)
+        plain = tokens & (WANTED - 1)
+        ends = np.flatnonzero(plain == self.tokenizer.control_id(end))
+        for begin in np.flatnonzero(plain == self.tokenizer.control_id(header)) + 1:
+            stop = ends[ends >= begin]
+            tokens[begin : stop[0] + 1 if len(stop) else None] |= WANTED
 
 
 def rows(

@@ -89,6 +89,21 @@ def score(
     }
 
 
+def look(model: nn.Module, renderer: Renderer, device: str) -> dict[str, float]:
+    """A glance while training goes on: shares of exact answers to a few held-out questions."""
+    rng, found = random.Random(12), {}
+    for name in ("sum", "tool_call", "needle_short"):
+        samples = [draw(TASKS[name], rng, held_out=True) for _ in range(48)]
+        found[name] = score(model, renderer, samples, 1024, device)["exact"]
+    samples = [draw(_deep, rng, held_out=True) for _ in range(8)]
+    found["needle_4096"] = score(model, renderer, samples, 4096, device)["exact"]
+    return found
+
+
+def _deep(rng: random.Random) -> Sample:
+    return retrieval.needle(rng, 2600, depth=rng.random())
+
+
 def report(
     model: nn.Module, renderer: Renderer, device: str, num_samples: int = 128
 ) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import time
 from multiprocessing.queues import Queue
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from bench.train_demo.corpus import CONTEXT_WEIGHT, WANTED, Renderer, rows
 from bench.train_demo.tokenizer import Family
 
 ROWS_PER_MESSAGE = 8
+AHEAD_BYTES = 48 << 20  # of rows waiting, at most
 
 
 def _work(
@@ -46,7 +48,9 @@ class Feed:
         long_share: float = 0.0,
     ) -> None:
         context = mp.get_context("spawn")
-        self.queue: Queue[np.ndarray] = context.Queue(maxsize=64)
+        self.waited_s = 0.0
+        # Much is made ahead while the accelerator's code compiles.
+        self.queue: Queue[np.ndarray] = context.Queue(maxsize=AHEAD_BYTES // (16 * length))
         self.workers = [
             context.Process(
                 target=_work,
@@ -60,7 +64,10 @@ class Feed:
 
     def batch(self, num_rows: int) -> np.ndarray:
         """[num_rows, length] uint16; num_rows is a multiple of ROWS_PER_MESSAGE."""
-        return np.concatenate([self.queue.get() for _ in range(num_rows // ROWS_PER_MESSAGE)])
+        began = time.monotonic()
+        parts = [self.queue.get() for _ in range(num_rows // ROWS_PER_MESSAGE)]
+        self.waited_s += time.monotonic() - began
+        return np.concatenate(parts)
 
     def close(self) -> None:
         for worker in self.workers:

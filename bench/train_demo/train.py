@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from bench.train_demo import quantise
 from bench.train_demo.corpus import Renderer, token_counts
-from bench.train_demo.evaluate import report
+from bench.train_demo.evaluate import look, report
 from bench.train_demo.export import export
 from bench.train_demo.feed import ROWS_PER_MESSAGE, Feed, split
 from bench.train_demo.glm import Glm, kept_in_bf16
@@ -36,10 +36,12 @@ from bench.train_demo.tokenizer import Family
 from bench.train_demo.v4 import V4, fill_hash_tables
 
 DRAFT_WEIGHT = 0.3
-LONG_SHARE = 0.08  # of conversations in long rows
+LONG_SHARE = 0.15  # of conversations in long rows
+LONG_FROM, ROUNDED_FROM = 0.5, 0.82  # progress
 BIAS_STEP = 2e-3  # of the router biases, decayed with the learning rate
-LONG_ROWS = 2  # of 8192 tokens, computed at a time
+LONG_ROWS = {"deepseek-v4": 4, "glm": 2}  # of 8192 tokens, computed at a time
 PEAK_LR = 4e-3
+LOOK_EVERY_S = 60.0
 WARM_UP_STEPS = 40
 
 
@@ -52,11 +54,20 @@ class Phase:
     rounded: bool
 
 
-def phase(progress: float, num_steps: int, long_every: int = 2) -> Phase:
+def phase(progress: float, num_steps: int, long_every: int = 2, peak_lr: float = PEAK_LR) -> Phase:
     """progress: share of all training time that has passed."""
     warm = min(1.0, (num_steps + 1) / WARM_UP_STEPS)
-    lr = PEAK_LR * warm * (0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0))))
-    return Phase(lr, long_every if progress >= 0.70 else 0, progress >= 0.85)
+    lr = peak_lr * warm * (0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0))))
+    return Phase(lr, long_every if progress >= LONG_FROM else 0, progress >= ROUNDED_FROM)
+
+
+def progress_of(seconds: float, args: argparse.Namespace, passed: float) -> float:
+    """Share of training done. seconds: trained, `passed` of this call: one that exports ends with
+    a low rate and rounded weights, however long compiling took."""
+    total = args.total
+    if args.deliver == "export":
+        total = min(total, seconds + max(args.seconds - passed, 0.0))
+    return seconds / total if total > 0 else 1.0
 
 
 def build(family: Family, tokenizer: Path, dtype: torch.dtype, size: Size = "wide") -> nn.Module:
@@ -200,7 +211,7 @@ def train(args: argparse.Namespace) -> None:
         trainer.seconds = args.trained
     print(f"{args.family}: {sum(p.numel() for p in trainer.model.parameters()):,} parameters, "
           f"{trainer.seconds:.0f} s trained", flush=True)  # fmt: skip
-    pad = Renderer(args.family, args.tokenizer).pad
+    renderer = Renderer(args.family, args.tokenizer)
     seed = int(trainer.seconds) * 1000 + 1
     feeds = {
         long: Feed(
@@ -215,20 +226,21 @@ def train(args: argparse.Namespace) -> None:
     }
     if args.compile:
         compile_blocks(trainer.model)
-    begin, last_log, last_save = time.monotonic(), time.monotonic(), time.monotonic()
+    begin = last_log = last_save = last_look = time.monotonic()
     num_tokens, warm = 0, {False: 0, True: 0}
     while time.monotonic() - begin < args.seconds and trainer.seconds < args.total:
         started = time.monotonic()
-        progress = trainer.seconds / args.total
-        now = phase(progress, trainer.optimizer.num_steps, args.long_every)
+        progress = progress_of(trainer.seconds, args, started - begin)
+        now = phase(progress, trainer.optimizer.num_steps, args.long_every, args.lr)
         long = bool(now.long_every) and trainer.optimizer.num_steps % now.long_every == 0
         num_rows, stride = (ROWS_PER_MESSAGE, 16) if long else (args.rows, 8)
-        ids, weights = split(feeds[long].batch(num_rows), pad, args.device)
+        ids, weights = split(feeds[long].batch(num_rows), renderer.pad, args.device)
         offset = torch.randint(stride, (1,)).to(args.device)
         how = {"sparse": long, "offset": offset, "stride": stride}
         # Compiling the long shapes takes longer than all their steps.
         torch.compiler.set_stance("force_eager" if long else "default")
-        shown = trainer.step(ids, weights, now, LONG_ROWS if long else num_rows, **how)
+        at_a_time = LONG_ROWS[args.family] if long else num_rows
+        shown = trainer.step(ids, weights, now, at_a_time, **how)
         if warm[long] < 3 or trainer.optimizer.num_steps % 10 == 0:
             torch.cuda.synchronize() if args.device == "cuda" else None
         took = time.monotonic() - started
@@ -239,15 +251,18 @@ def train(args: argparse.Namespace) -> None:
         if time.monotonic() - last_log > 10 or (long and warm[True] < 4):
             values = " ".join(f"{k} {float(v):.3f}" for k, v in shown.items())
             rate = num_tokens / (time.monotonic() - last_log)
-            waiting = feeds[False].queue.qsize()
-            print(f"{trainer.seconds:6.0f} s step {trainer.optimizer.num_steps} lr {now.lr:.1e} "
-                  f"{'long' if long else 'short'} {values} {rate / 1e3:.0f}k tok/s "
-                  f"queue {waiting}", flush=True)  # fmt: skip
+            waited = sum(feed.waited_s for feed in feeds.values())
+            print(f"{trainer.seconds:6.0f} s {progress:.2f} step {trainer.optimizer.num_steps} "
+                  f"lr {now.lr:.1e} {'long' if long else 'short'} {took:.2f} s {values} "
+                  f"{rate / 1e3:.0f}k tok/s waited {waited:.0f} s", flush=True)  # fmt: skip
             last_log, num_tokens = time.monotonic(), 0
             if not math.isfinite(float(shown["norm"])):
                 raise SystemExit(
                     f"the gradient is not finite at step {trainer.optimizer.num_steps}"
                 )
+        if time.monotonic() - last_look > LOOK_EVERY_S:
+            print(f"    {look(trainer.model, renderer, args.device)}", flush=True)
+            last_look = time.monotonic()
         if time.monotonic() - last_save > 120:
             trainer.save(state)
             last_save = time.monotonic()
@@ -258,7 +273,7 @@ def train(args: argparse.Namespace) -> None:
         args.out.mkdir(parents=True, exist_ok=True)
         deliver(trainer, args)
     trainer.optimizer.refresh(trainer.round if trainer.rounded else None)
-    result = report(trainer.model, Renderer(args.family, args.tokenizer), args.device)
+    result = report(trainer.model, renderer, args.device)
     print(json.dumps(result, indent=1), flush=True)
     if args.out:
         (args.out / f"{args.family}.json").write_text(json.dumps(result, indent=1))
@@ -292,6 +307,7 @@ def main() -> None:
     parser.add_argument("--size", choices=("wide", "narrow", "micro"), default="wide")
     parser.add_argument("--deliver", choices=("snapshot", "export"), default="export")
     parser.add_argument("--rows", type=int, default=64, help="of 1024 tokens per step")
+    parser.add_argument("--lr", type=float, default=PEAK_LR, help="highest learning rate")
     parser.add_argument("--long-every", type=int, default=2, help="late in training; 0 for never")
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--device", default="cuda")

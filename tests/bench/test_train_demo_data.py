@@ -95,6 +95,25 @@ def test_a_needle_is_in_its_text_once() -> None:
         assert abs((1 - depth) - place) < 0.15
 
 
+def test_codes_of_one_text_are_asked_for_from_its_end_to_its_beginning() -> None:
+    asked = retrieval.shared_needles(random.Random(3), 200, 6)
+    text = asked[0].messages[0].content
+    places = [text.index(f"is {sample.expect}.") for sample in asked]
+    assert places == sorted(places, reverse=True)
+    assert len({sample.messages[0].content.rsplit("\n\n", 1)[0] for sample in asked}) == 1
+    assert all(sample.held_out for sample in asked)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_answer_of_a_quiz_is_wanted(family: Family) -> None:
+    source, rng = renderer(family), random.Random(4)
+    sample = retrieval.quiz(rng, 30, 5)
+    tokens = source.sample_tokens(sample, rng)
+    kept = [int(token) & (WANTED - 1) for token in tokens if token >= WANTED]
+    said = source.tokenizer.decode(kept).replace("<think>", "").replace("</think>", "")
+    assert said == "".join(message.content for message in sample.messages[1::2])
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_vocabularies_are_full_and_hold_the_official_controls(family: Family) -> None:
     tokenizer = renderer(family).tokenizer

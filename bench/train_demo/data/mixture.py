@@ -22,13 +22,14 @@ SHARES: dict[Generator, float] = {
     tools.follow_up: 4,
     tools.unneeded: 3,
     retrieval.short_needle: 7,
+    retrieval.short_quiz: 25,
     retrieval.copy: 4,
     retrieval.passage: 4,
     retrieval.transform: 2,
     records.record: 6,
     plain.text: 3,
 }
-LONG_SHARES: dict[Generator, float] = {retrieval.long_needle: 1}
+LONG_SHARES: dict[Generator, float] = {retrieval.long_needle: 1, retrieval.long_quiz: 2}
 _SYSTEMS = (
     "You are a helpful assistant.",
     "You are a helpful assistant.",
@@ -60,6 +61,7 @@ def one(rng: random.Random, *, held_out: bool = False, long: bool = False) -> Sa
         not long
         and not sample.tools
         and sample.schema is None
+        and not sample.every_answer
         and sample.messages
         and rng.random() < 0.2
     ):

@@ -7,6 +7,14 @@ import random
 from bench.train_demo.data import words as w
 from bench.train_demo.data.sample import Sample, answer, capital, user
 from bench.train_demo.data.stories import tale
+from moet.server.chat.messages import Message
+
+_ASKS = (
+    "What is the code of {}?",
+    "Which code does {} have?",
+    "Tell me the code of {}.",
+    "I need the code of {}.",
+)
 
 
 def _filler(rng: random.Random) -> str:
@@ -47,14 +55,7 @@ def needle(rng: random.Random, num_words: int, depth: float | None = None) -> Sa
         said = f"The code of the {pair[0]} {pair[1]} is {code}."
         sentences.insert(_place(sentences, share), said)
     key = f"the {wanted[0]} {wanted[1]}"
-    ask = rng.choice(
-        (
-            f"What is the code of {key}?",
-            f"Which code does {key} have?",
-            f"Tell me the code of {key}.",
-            f"I need the code of {key}.",
-        )
-    )
+    ask = rng.choice(_ASKS).format(key)
     text = " ".join(sentences)
     prompt = rng.choice((f"{text}\n\n{ask}", f"{ask}\n\n{text}", f"{text}\n\n{ask}"))
     if depth is not None:
@@ -64,6 +65,29 @@ def needle(rng: random.Random, num_words: int, depth: float | None = None) -> Sa
     return Sample(
         "needle", f"{key}{codes[wanted]}", (user(prompt), answer(full, plan)), expect=codes[wanted]
     )
+
+
+def shared_needles(rng: random.Random, num_words: int, num_codes: int) -> list[Sample]:
+    """Held-out codes at evenly spread depths of one text, each asked for by a sample of its own,
+    the one nearest to the end first."""
+    sentences: list[str] = []
+    words = 0
+    while words < num_words:
+        sentences.append(_filler(rng))
+        words += sentences[-1].count(" ") + 1
+    pairs = rng.sample([(colour, thing) for colour in w.COLOURS for thing in w.OBJECTS], num_codes)
+    codes = {key: _code(rng, key, held_out=True) for key in (f"the {c} {t}" for c, t in pairs)}
+    places = [_place(sentences, 1 - (i + 0.5) / num_codes) for i in range(num_codes)]
+    for place, (key, code) in zip(places, codes.items(), strict=True):
+        sentences.insert(place, f"The code of {key} is {code}.")
+    text = " ".join(sentences)
+    found = []
+    for key, code in codes.items():
+        full = f"The code of {key} is {code}."
+        plan = f"I look for {key} in the text. {full}"
+        asked = user(f"{text}\n\n{rng.choice(_ASKS).format(key)}")
+        found.append(Sample("needle", f"{key}{code}", (asked, answer(full, plan)), expect=code))
+    return found
 
 
 def _place(sentences: list[str], share: float) -> int:
@@ -84,6 +108,53 @@ def short_needle(rng: random.Random) -> Sample:
 def long_needle(rng: random.Random) -> Sample:
     """A needle in some 600 to 6,600 words: up to about 8k tokens."""
     return needle(rng, int(600 * 11 ** rng.random()))
+
+
+def quiz(rng: random.Random, num_words: int, num_codes: int) -> Sample:
+    """Many codes in about num_words words besides, then a question about each of them.
+
+    Every answer is wanted, so that one row teaches finding many times over. The codes are those
+    that needles have in training.
+    """
+    sentences: list[str] = []
+    words = 0
+    while words < num_words:
+        sentences.append(_filler(rng))
+        words += sentences[-1].count(" ") + 1
+    pairs = rng.sample([(colour, thing) for colour in w.COLOURS for thing in w.OBJECTS], num_codes)
+    codes = {
+        key: _code(rng, key, held_out=False) for key in (f"the {c} {thing}" for c, thing in pairs)
+    }
+    for key, code in codes.items():
+        sentences.insert(rng.randrange(len(sentences) + 1), f"The code of {key} is {code}.")
+    turns: list[Message] = []
+    for key in rng.sample(list(codes), num_codes):
+        turns += [
+            user(rng.choice(_ASKS).format(key)),
+            answer(f"The code of {key} is {codes[key]}."),
+        ]
+    text = " ".join(sentences)
+    turns[0] = user(f"{text}\n\n{turns[0].content}")
+    return Sample("quiz", text, tuple(turns), think=False, every_answer=True)
+
+
+def _code(rng: random.Random, key: str, *, held_out: bool) -> str:
+    """A code that makes a needle of the wanted side of the split."""
+    while True:
+        code = str(rng.randint(1000, 9999))
+        if Sample("needle", f"{key}{code}", ()).held_out == held_out:
+            return code
+
+
+def short_quiz(rng: random.Random) -> Sample:
+    """Up to some 1,000 tokens, most of them about codes."""
+    num_codes = rng.randint(4, 22)
+    return quiz(rng, int(rng.choice((0, 0.5, 1)) * (570 - 22 * num_codes)), num_codes)
+
+
+def long_quiz(rng: random.Random) -> Sample:
+    """Some 600 to 5,700 words, then up to 24 questions."""
+    return quiz(rng, int(600 * 9.5 ** rng.random()), rng.randint(8, 24))
 
 
 def copy(rng: random.Random) -> Sample:

@@ -27,6 +27,7 @@ class Sample:
     schema: dict[str, Any] | None = None
     expect: str = ""
     think: bool | None = None  # None: either way
+    every_answer: bool = False  # whether what was said earlier is wanted, too
 
     @property
     def held_out(self) -> bool:
