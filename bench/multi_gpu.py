@@ -186,7 +186,7 @@ def steps(
         case = f"V4-Flash {label}, {num_seqs} streams, 1 row"
         bench.add(case, found.step_ms, "ms/step", note=note)
     shape = Shape(num_seqs=1, num_rows=1 + NUM_DRAFTS, context=CONTEXT)
-    found = rig.time_steps(shape, num_steps, drafts=True)
+    found = rig.time_steps(shape, num_steps, num_to_draft=NUM_DRAFTS)
     floor, target = DRAFTED_MS if shard.size == 2 and layers is None else (None, None)
     case = f"V4-Flash {label}, whole step with 2 drafts, 1 stream"
     bench.add(case, found.step_ms, "ms/step", floor=floor, target=target,

@@ -148,7 +148,7 @@ def draft_rows(bench: Bench, rig: DeviceRig, streams: Sequence[int], num_steps: 
         case = f"whole step with 2 drafts, {num_seqs} streams, context {CONTEXT}"
         with bench.part(case):
             shape = Shape(num_seqs=num_seqs, num_rows=1 + NUM_DRAFTS, context=CONTEXT)
-            times = rig.time_steps(shape, num_steps, drafts=True)
+            times = rig.time_steps(shape, num_steps, num_to_draft=NUM_DRAFTS)
             floor, target = (3.5, 5.75) if num_seqs == 1 else (None, None)
             note = f"period {times.period_ms:.3f} ms; launching takes {times.host_us:.0f} us"
             bench.add(case, times.step_ms, "ms/step", floor=floor, target=target, note=note)

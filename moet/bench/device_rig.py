@@ -19,13 +19,15 @@ import torch
 
 from moet.bench.rig import Shape
 from moet.models.base import ExpertProvider
-from moet.runtime.chunk_runner import Chunk, ChunkRunner
+from moet.runtime.chunk_runner import ChunkRunner
+from moet.runtime.chunks import Chunk
 from moet.runtime.device_runner import DeviceModel, Placement
 from moet.runtime.device_sampler import Kind
-from moet.runtime.graph_runner import GraphRunner, bucket_sizes
+from moet.runtime.graph_runner import GraphRunner
 from moet.runtime.kv_cache import KVCache
 from moet.runtime.sampler import SamplerState
 from moet.runtime.step_ring import PendingStep
+from moet.runtime.step_shapes import bucket_sizes
 from moet.runtime.step_tensors import StepRow
 from moet.types import SamplingParams
 
@@ -98,7 +100,7 @@ class DeviceRig:
             table,
             page_size=spec.page_size,
             buckets=bucket_sizes(num_seqs),
-            rows_per_seq=sorted({1, num_rows}),
+            rows_per_seq=range(1, num_rows + 1),
             queue=self.queue,
             capture=placement.capture,
             fault=placement.fault,
@@ -138,18 +140,17 @@ class DeviceRig:
         shape: Shape,
         num_steps: int,
         *,
-        drafts: bool = False,
+        num_to_draft: int = -1,
         kind: Kind = Kind.GREEDY,
     ) -> StepTimes:
         """Time decode steps, each launched while the one before it runs.
 
-        drafts: they also propose tokens for the next one. kind: what their sequences ask for.
+        num_to_draft: tokens that they also propose for the next one; -1: the draft block is left
+        out. kind: what their sequences ask for.
         """
         slots = range(shape.num_seqs)
         reach = shape.context + SPARE_TOKENS
-        graph = self.graphs.shape_for(shape.num_seqs, shape.num_rows, reach, drafts=drafts)
-        self.graphs.capture(graph, kinds=(kind,))
-        wanted = self.graphs.num_drafts if drafts else -1
+        self.graphs.prepare(shape.num_seqs, shape.num_rows, reach, num_to_draft, kind)
         given = [self._tokens(shape.num_rows) for _ in slots]
         pending: deque[PendingStep] = deque()
         done: list[PendingStep] = []
@@ -162,7 +163,7 @@ class DeviceRig:
                     start,
                     None if shape.num_rows == 1 else given[slot],
                     kind,
-                    num_to_draft=wanted,
+                    num_to_draft=num_to_draft,
                 )
                 for slot in slots
             ]

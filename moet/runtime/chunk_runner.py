@@ -6,16 +6,17 @@ through the same tensor operations as those of captured steps, and results are r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from moet.kernels.rows import Rows
 from moet.models.base import ExpertProvider, KVTensors
+from moet.runtime.chunk_drafts import ChunkDrafts
+from moet.runtime.chunks import Chunk, Placed, last_rows
 from moet.runtime.device_sampler import Kind
+from moet.runtime.draft_graphs import DraftGraphs
 from moet.runtime.graph_runner import StepModel
 from moet.runtime.queues import Moment, Queue, to_queue
 from moet.runtime.slot_tensors import SlotTensors
@@ -23,26 +24,11 @@ from moet.runtime.step_ring import StepOutput
 from moet.runtime.step_tensors import StepRow, StepTensors, fill
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Tokens of one sequence from position `start` on. sampled: its last row, if it makes a token;
-    only that row's kind and masks count."""
-
-    slot: int
-    start: int
-    token_ids: Sequence[int]
-    kind: Kind | None = None  # None: no token is made
-    masks: Tensor | None = None
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.token_ids)
-
-
 class ChunkRunner:
     """Runs chunks of several sequences in one pass. Holds no state of its own.
 
-    max_short: rows of a sequence that its rings hold beside what these rows need.
+    max_short: rows of a sequence that its rings hold beside what these rows need. drafts: of the
+    captured steps, if there is a draft block.
     """
 
     def __init__(
@@ -58,56 +44,50 @@ class ChunkRunner:
         queue: Queue,
         fault: Tensor | None = None,
         arch: str = "reference",
+        drafts: DraftGraphs | None = None,
     ) -> None:
         self.model, self.experts, self.kv, self.state = model, experts, kv, state
-        self.page_table, self.page_size, self.max_short = page_table, page_size, max_short
         self.queue, self.fault, self.arch = queue, fault, arch
+        self._placed = Placed(queue, page_table, page_size, max_short)
+        self._drafts = None if drafts is None else ChunkDrafts(drafts, self._placed)
 
-    def launch(self, chunks: Sequence[Chunk]) -> PendingChunks:
-        """Queue one pass over chunks (at least one) of distinct sequences."""
+    def launch(
+        self, chunks: Sequence[Chunk], settled: Callable[[], None] = lambda: None
+    ) -> PendingChunks:
+        """Queue one pass over chunks (at least one) of distinct sequences.
+
+        settled: called when all is queued but the proposals, whose rows are written over others'.
+        """
         sampled = [chunk for chunk in chunks if chunk.kind is not None]
         with self.queue.working(), torch.inference_mode():
             started = self.queue.moment()
-            token_ids, rows = self._rows(chunks)
-            ends = np.cumsum([len(chunk.token_ids) for chunk in chunks])
-            wanted = [end - 1 for end, c in zip(ends, chunks, strict=True) if c.kind is not None]
-            indices = self._send(np.array(wanted, dtype=np.int64))
+            token_ids, rows = self._placed.rows(chunks)
+            indices = self._placed.send(last_rows(chunks, sampled))
             output = self.model.compute(token_ids, rows, indices, self.kv, self.experts)
             step = self._finish(sampled, output.logits)
-            out = self.queue.host_tensor(*step.out.shape, dtype=torch.int64)
-            out.copy_(step.out, non_blocking=True)
+            drafts, proposing = self._drafts, list[Chunk]()
+            if drafts is not None:
+                made = step.out[1:, 0]
+                proposing = drafts.extend(chunks, rows, output.hidden_states, made)
+            settled()
+            proposed = None
+            if drafts is not None and proposing:
+                proposed = self._bring_back(drafts.propose(proposing))
+            out = self._bring_back(step.out)
             reports = None
             if any(chunk.kind == Kind.FULL for chunk in sampled):
-                reports = self.queue.host_tensor(*step.reports.shape, dtype=torch.int64)
-                reports.copy_(step.reports, non_blocking=True)
+                reports = self._bring_back(step.reports)
             ended = self.queue.moment()
-        return PendingChunks(len(sampled), out, reports, started, ended)
+        places = [proposing.index(c) if c in proposing else None for c in sampled]
+        return PendingChunks(places, out, reports, proposed, started, ended)
 
-    def _rows(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Rows]:
-        sizes = [len(chunk.token_ids) for chunk in chunks]
-        values = np.empty((5, sum(sizes)), dtype=np.int64)
-        first = 0
-        for chunk, size in zip(chunks, sizes, strict=True):
-            part = values[:, first : first + size]
-            part[0], part[1] = chunk.token_ids, np.arange(chunk.start, chunk.end)
-            part[2], part[3], part[4] = chunk.start, chunk.end, chunk.slot
-            first += size
-        token_ids, positions, starts, ends, slots = self._send(values).unbind(0)
-        num_pages = -(-max(chunk.end for chunk in chunks) // self.page_size)
-        rows = Rows(
-            positions=positions,
-            starts=starts,
-            ends=ends,
-            seq_slots=slots,
-            page_rows=slots,
-            page_table=self.page_table[:, :num_pages],
-            page_size=self.page_size,
-            short=max(sizes) <= self.max_short,
-        )
-        return token_ids, rows
+    def _bring_back(self, values: Tensor) -> Tensor:
+        host = self.queue.host_tensor(*values.shape, dtype=torch.int64)
+        return host.copy_(values, non_blocking=True)
 
     def _finish(self, sampled: Sequence[Chunk], logits: Tensor) -> StepTensors:
-        step = StepTensors(len(sampled), 1, self.queue.device, arch=self.arch)
+        no_slot = self.state.num_slots
+        step = StepTensors(len(sampled), 1, self.queue.device, no_slot=no_slot, arch=self.arch)
         if not sampled:
             if self.fault is not None:
                 step.out[0, :1] = self.fault.to(torch.int64)
@@ -132,17 +112,18 @@ class ChunkRunner:
         step.finish(self.state, logits, masks, self.fault, kind)
         return step
 
-    def _send(self, values: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> Tensor:
-        return to_queue(torch.from_numpy(values), self.queue)
-
 
 @dataclass(frozen=True, slots=True)
 class PendingChunks:
-    """A launched pass; its results are those of the chunks that make a token, in order."""
+    """A launched pass; its results are those of the chunks that make a token, in order.
 
-    num_sampled: int
+    places: of each of these among the rows of `proposed`, None for those that propose nothing.
+    """
+
+    places: Sequence[int | None]
     out: Tensor
     reports: Tensor | None
+    proposed: Tensor | None
     started: Moment
     ended: Moment
 
@@ -151,12 +132,17 @@ class PendingChunks:
         self.ended.wait()
         values = self.out.tolist()
         time_s = self.started.seconds_to(self.ended)
-        lines = values[1 : 1 + self.num_sampled]
+        lines = values[1 : 1 + len(self.places)]
         reports = None if self.reports is None else list(self.reports.unsqueeze(1).unbind(0))
+        proposals = None
+        if self.proposed is not None:
+            made = [line[1 : 1 + line[0]] for line in self.proposed.tolist()]
+            proposals = [[] if place is None else made[place] for place in self.places]
         return StepOutput(
             [line[:1] for line in lines],
             [line[2] != 0 for line in lines],
             reports,
             values[0][0],
             time_s,
+            proposals,
         )

@@ -15,13 +15,13 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from time import perf_counter
-from typing import cast
+from typing import Protocol, cast
 
 from moet.config import CacheConfig, SchedulerConfig
 from moet.errors import ConfigError, ContextLengthError, OverloadedError, RequestError
 from moet.models.base import DraftingModel, ExpertProvider, KVCacheSpec, Model
 from moet.runtime.batch import Batch, StepResult
-from moet.runtime.device_runner import DeviceModel, DeviceRunner, PendingBatch, Placement
+from moet.runtime.device_runner import DeviceModel, DeviceRunner, Placement
 from moet.runtime.experts.precision import PrecisionSet
 from moet.runtime.experts.serving import ServedExperts
 from moet.runtime.grammar_check import check_grammar
@@ -44,6 +44,14 @@ logger = logging.getLogger(__name__)
 MAX_NAMED = 16  # requests in a description of a step
 IDLE_WAIT_S = 0.01  # for the disk, before new commands are heard
 COMPILE_POLL_S = 0.01  # how long an idle step waits for a grammar before new commands are heard
+
+
+class PendingResult(Protocol):
+    """What a batch will have made."""
+
+    def result(self) -> StepResult:
+        """Wait for it."""
+        ...
 
 
 class EngineCore:
@@ -144,7 +152,7 @@ class EngineCore:
         self._scheduler = Scheduler(scheduler, memory, self._counters)
         self._grammars = grammars
         self._compiling: dict[str, _Compiling] = {}
-        self._in_flight: deque[tuple[Batch, Future[StepResult] | PendingBatch]] = deque()
+        self._in_flight: deque[tuple[Batch, PendingResult]] = deque()
         self._overlap = scheduler.overlap
         self._thread = (
             ThreadPoolExecutor(1, thread_name_prefix="moet-step")
@@ -247,7 +255,7 @@ class EngineCore:
             self._at_work = batch
             return self._apply(batch, self.run(batch))
         if batch is not None:
-            self._in_flight.append((batch, self._launch(batch)))
+            self._in_flight.append((batch, self.launch(batch)))
         if self._in_flight and (batch is None or len(self._in_flight) > 1):
             oldest, future = self._in_flight.popleft()
             self._at_work = oldest
@@ -260,9 +268,15 @@ class EngineCore:
     def _launch_next(self) -> None:
         batch = self._scheduler.schedule()
         if batch is not None:
-            self._in_flight.append((batch, self._launch(batch)))
+            self._in_flight.append((batch, self.launch(batch)))
 
-    def _launch(self, batch: Batch) -> Future[StepResult] | PendingBatch:
+    @property
+    def launches(self) -> bool:
+        """Whether batches are queued on a device from the calling thread."""
+        return self._launcher is not None
+
+    def launch(self, batch: Batch) -> PendingResult:
+        """Begin with a batch; its results are read later, in the order of the launches."""
         if self._launcher is not None:
             return self._launcher.launch(batch)
         assert self._thread is not None
@@ -486,8 +500,6 @@ class EngineCore:
 
     def _spec_tokens(self, request: Request) -> int:
         limit, asked = self._info.num_spec_tokens, request.params.spec_tokens
-        if self._launcher is not None and not self._launcher.may_draft(request):
-            return 0
         return limit if asked is None else min(asked, limit)
 
     def _pages(self, num_tokens: int) -> str:

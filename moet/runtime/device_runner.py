@@ -8,7 +8,8 @@ queued meanwhile. Parts of one batch belong to different sequences, so their ord
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Protocol
 
@@ -17,17 +18,19 @@ from torch import Tensor
 
 from moet.models.base import DraftingModel, ExpertProvider, Model
 from moet.runtime.batch import Batch, Row, StepResult
-from moet.runtime.chunk_runner import Chunk, ChunkRunner, PendingChunks
-from moet.runtime.device_sampler import Kind, kind_of, read_report
-from moet.runtime.graph_runner import GraphRunner, StepModel, bucket_sizes
+from moet.runtime.chunk_runner import ChunkRunner, PendingChunks
+from moet.runtime.chunks import Chunk
+from moet.runtime.device_sampler import kind_of, read_report
+from moet.runtime.drawn_drafts import DrawnDrafts
+from moet.runtime.graph_runner import GraphRunner, StepModel
 from moet.runtime.kv_cache import KVCache
 from moet.runtime.model_runner import NAN_MESSAGE, ModelRunner, fail
 from moet.runtime.queues import Capture, Queue
 from moet.runtime.sampler import Proposal, SamplerState
 from moet.runtime.step_drafts import StepDraftModel
 from moet.runtime.step_ring import PendingStep, StepOutput
+from moet.runtime.step_shapes import bucket_sizes, row_counts
 from moet.runtime.step_tensors import StepRow
-from moet.types import Request
 
 
 class DeviceModel(Model, StepModel, StepDraftModel, Protocol):
@@ -77,8 +80,23 @@ class DeviceRunner:
             max_pages_per_seq=max_pages_per_seq,
             draft_model=draft_model,
         )
-        self._drafts = draft_model is not None
         state, table, page_size = sampler.tensors(), self.eager.page_table, kv.spec.page_size
+        self.graphs = GraphRunner(
+            model,
+            experts,
+            kv.tensors,
+            state,
+            table,
+            page_size=page_size,
+            buckets=bucket_sizes(num_seq_slots),
+            rows_per_seq=row_counts(max_rows_per_seq),
+            queue=self.queue,
+            capture=placement.capture,
+            fault=placement.fault,
+            arch=placement.arch,
+            draft_model=None if draft_model is None else model,
+            num_drafts=max_rows_per_seq - 1,
+        )
         self._chunks = ChunkRunner(
             model,
             experts,
@@ -90,23 +108,10 @@ class DeviceRunner:
             queue=self.queue,
             fault=placement.fault,
             arch=placement.arch,
+            drafts=self.graphs.drafts,
         )
-        self.graphs = GraphRunner(
-            model,
-            experts,
-            kv.tensors,
-            state,
-            table,
-            page_size=page_size,
-            buckets=bucket_sizes(num_seq_slots),
-            rows_per_seq=sorted({1, max_rows_per_seq}),
-            queue=self.queue,
-            capture=placement.capture,
-            fault=placement.fault,
-            arch=placement.arch,
-            draft_model=None if draft_model is None else model,
-            num_drafts=max_rows_per_seq - 1,
-        )
+        drafts = self.graphs.drafts
+        self._drawn = None if drafts is None else DrawnDrafts(drafts.drafter.probs)
         self.queue.settle()  # what is set up so far was launched elsewhere
         self.graphs.capture_all(progress)
 
@@ -127,21 +132,24 @@ class DeviceRunner:
         result = StepResult()
         pending = PendingBatch(batch.rows, result)
         with self.queue.working():
+            if self._drawn is not None:
+                self._drawn.follow(batch.commands)
             self.eager.commands(batch.commands)
             decoding, chunks, others = self._parts(batch, self.eager.sound_rows(batch.rows, result))
             try:
-                for part in self._by_drafts(batch, decoding):
-                    rows = [batch.rows[i] for i in part]
-                    step = self.graphs.launch([_step_row(row) for row in rows])
-                    pending.steps.append((part, step))
-                    self.eager.save_snapshots(rows)
+                if decoding:
+                    rows = [batch.rows[i] for i in decoding]
+                    pending.decoded = decoding
+                    pending.step = self._launch_step(rows)
             except Exception as error:
                 fail(result, decoding, error)
             try:
                 if chunks:
-                    pending.chunks = self._chunks.launch([_chunk(batch.rows[i]) for i in chunks])
+                    rows = [batch.rows[i] for i in chunks]
                     pending.chunked = chunks
-                    self.eager.save_snapshots([batch.rows[i] for i in chunks])
+                    pending.chunks = self._chunks.launch(
+                        [_chunk(row) for row in rows], partial(self.eager.save_snapshots, rows)
+                    )
             except Exception as error:
                 fail(result, chunks, error)
             if others:
@@ -150,39 +158,30 @@ class DeviceRunner:
                 result.device_s = perf_counter() - started_s
         return pending
 
-    def _parts(self, batch: Batch, indices: list[int]) -> tuple[list[int], list[int], list[int]]:
-        """Places of the rows that a graph, a chunk pass and the eager runner take.
+    def _launch_step(self, rows: list[Row]) -> PendingStep:
+        if self._drawn is not None:
+            for row in rows:
+                self._drawn.bring(row.slot, row.proposals)
+        steps = [_step_row(row) for row in rows]
+        return self.graphs.launch(steps, partial(self.eager.save_snapshots, rows))
 
-        With drafts the eager runner takes prompts, whose draft rows it knows to write, and drafting
-        steps that a snapshot is kept of in between.
-        """
+    def _parts(self, batch: Batch, indices: list[int]) -> tuple[list[int], list[int], list[int]]:
+        """Places of the rows that a graph, a chunk pass and the eager runner take: the last one
+        those of prompts whose log-probabilities are wanted."""
         decoding: list[int] = []
         chunks: list[int] = []
         others: list[int] = []
         for i in indices:
             row = batch.rows[i]
-            decodes = i < batch.num_decoding and row.num_samples == row.num_tokens
-            fits = not self._drafts or (decodes and (row.snapshot is None or not _drafts(row)))
-            if not fits or row.first_logprob >= 0 or _is_drawn(row):
+            if row.first_logprob >= 0:
                 others.append(i)
-            elif decodes:
+            elif row.num_drafts or (i < batch.num_decoding and row.num_samples == row.num_tokens):
                 decoding.append(i)
-            elif row.token_ids is not None and not row.num_drafts:
+            elif row.token_ids is not None:
                 chunks.append(i)
             else:
                 others.append(i)
         return decoding, chunks, others
-
-    def _by_drafts(self, batch: Batch, indices: list[int]) -> list[list[int]]:
-        """Rows that draft and those that do not, as graphs do one or the other."""
-        drafting = [i for i in indices if _drafts(batch.rows[i])]
-        others = [i for i in indices if not _drafts(batch.rows[i])]
-        return [part for part in (drafting, others) if part]
-
-    def may_draft(self, request: Request) -> bool:
-        """Whether a request's steps can draft: so far those at temperature 0 that ask for nothing
-        else, as others would have to leave the graphs for it."""
-        return kind_of(request.params, masked=request.grammar is not None) == Kind.GREEDY
 
     def check(self) -> None:
         """Raise AssertionError if a result was never read, or captured tensors have moved."""
@@ -195,14 +194,15 @@ class PendingBatch:
 
     rows: list[Row]
     made: StepResult
-    steps: list[tuple[list[int], PendingStep]] = field(default_factory=list)
+    decoded: Sequence[int] = ()
+    step: PendingStep | None = None
     chunked: Sequence[int] = ()
     chunks: PendingChunks | None = None
 
     def result(self) -> StepResult:
         """What the batch made. To be called once, in the order of the launches."""
-        for indices, step in self.steps:
-            self._take(indices, step.result())
+        if self.step is not None:
+            self._take(self.decoded, self.step.result())
         if self.chunks is not None:
             sampled = [i for i in self.chunked if self.rows[i].sample]
             output = self.chunks.result()
@@ -237,15 +237,6 @@ class PendingBatch:
         self.made.failed = True
 
 
-def _is_drawn(row: Row) -> bool:
-    """Whether drafts of the row were drawn, so that verifying takes their distributions."""
-    return any(proposal.probs is not None for proposal in row.proposals)
-
-
-def _drafts(row: Row) -> bool:
-    return row.seq.num_spec_tokens > 0
-
-
 def _step_row(row: Row) -> StepRow:
     kind = kind_of(row.seq.request.params, masked=row.masks is not None)
     num_to_draft = row.num_to_draft if row.seq.num_spec_tokens else -1
@@ -256,4 +247,8 @@ def _chunk(row: Row) -> Chunk:
     assert row.token_ids is not None
     params = row.seq.request.params
     kind = kind_of(params, masked=row.masks is not None) if row.sample else None
-    return Chunk(row.slot, row.start, row.token_ids, kind, row.masks)
+    # As the drafter says: of prompts every row, of what is generated those of who drafts.
+    seen = row.start < row.seq.prompt_len or row.seq.num_spec_tokens > 0
+    is_followed = row.sample or row.next_token is not None
+    num_to_draft = row.num_to_draft if seen and is_followed else -1
+    return Chunk(row.slot, row.start, row.token_ids, kind, row.masks, row.next_token, num_to_draft)

@@ -14,7 +14,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from moet.runtime.acceptance import Purpose, draw
+from moet.runtime.acceptance import Purpose, draw, verify
 from moet.runtime.grammar import WORD_BITS
 from moet.runtime.sampling_params import MAX_LOGPROBS
 from moet.runtime.slot_tensors import SlotTensors
@@ -53,6 +53,16 @@ class Drawn:
     is_bad: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """Drafts of n rows' tokens: token_ids [n] int64, the distributions that they were drawn from,
+    probs [n, num_token_ids] fp32, and which rows have one, there [n] bool."""
+
+    token_ids: Tensor
+    probs: Tensor
+    there: Tensor
+
+
 def choose(
     state: SlotTensors,
     logits: Tensor,
@@ -60,11 +70,13 @@ def choose(
     positions: Tensor,
     masks: Tensor | None,
     kind: Kind,
+    drafted: Drafted | None = None,
 ) -> Drawn:
     """The next token of each row; the state stays as it is.
 
     logits: [n, vocab_size] fp32. slots: [n] int64. positions: [n] int64, of the rows that made the
-    logits. masks: [n, words] int32 as in runtime/grammar.py, read for Kind.FULL only.
+    logits. masks: [n, words] int32 as in runtime/grammar.py, read for Kind.FULL only. drafted: what
+    acceptance.verify judges where the temperature is above 0; read for kinds above GREEDY.
     """
     logits = logits[:, : state.num_token_ids]
     if kind == Kind.GREEDY:
@@ -76,7 +88,7 @@ def choose(
         scores = _adjust(state, logits, slots, positions, masks)
     top, token_ids = scores.max(-1, keepdim=True)
     temperature = state.temperature[slots][:, None]
-    drawn = _draw(state, scores, top, slots, positions, kind)
+    drawn = _draw(state, scores, top, slots, positions, kind, drafted)
     token_ids = torch.where(temperature > 0, drawn[:, None], token_ids)[:, 0]
     if kind == Kind.FULL:
         must_end = state.is_thinking[slots] & (state.thinking_left[slots] <= 0)
@@ -120,6 +132,41 @@ def _adjust(
     return _first_open(scores.masked_fill(closed, -torch.inf), scores)
 
 
+def propose(
+    state: SlotTensors, logits: Tensor, slots: Tensor, positions: Tensor, kind: Kind
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Drafts as SamplerState.propose draws them; the state stays as it is.
+
+    logits: [n, vocab_size] fp32, of a draft model. kind: PLAIN, or RANKED for all that asks for
+    more. Returns token_ids [n] int64, whether the logits are numbers [n] bool, and the
+    distributions [n, num_token_ids] fp32 (of rows at temperature 0 they mean nothing).
+    """
+    scores = logits[:, : state.num_token_ids]
+    if kind != Kind.PLAIN:
+        scores = scores + state.bias[slots][:, : state.num_token_ids]
+    top, best = scores.max(-1, keepdim=True)
+    plain, ranked = _weights(state, scores, top, slots, kind)
+    probs = plain if ranked is None else ranked.by_token(plain)
+    drawn = draw(probs, counter_uniform(state.seed[slots], positions, Purpose.DRAFT))
+    token_ids = torch.where(state.temperature[slots] > 0, drawn, best[:, 0])
+    return token_ids, top[:, 0] < torch.inf, probs
+
+
+@dataclass(frozen=True, slots=True)
+class _Ranked:
+    """What top_k, top_p and min_p leave: weights [n, num_token_ids] fp32 of ids in descending
+    order. needed: [n] bool, rows whose parameters ask for it."""
+
+    ids: Tensor
+    weights: Tensor
+    needed: Tensor
+
+    def by_token(self, plain: Tensor) -> Tensor:
+        """The same in the order of the ids; of rows that do not need it, the plain weights."""
+        ordered = torch.zeros_like(plain).scatter(-1, self.ids, self.weights)
+        return torch.where(self.needed[:, None], ordered, plain)
+
+
 def _draw(
     state: SlotTensors,
     scores: Tensor,
@@ -127,15 +174,38 @@ def _draw(
     slots: Tensor,
     positions: Tensor,
     kind: Kind,
+    drafted: Drafted | None,
 ) -> Tensor:
-    """Steps 5-9. A row takes one of the two ways by its own parameters alone."""
-    uniform = counter_uniform(state.seed[slots], positions)
+    """Step 9. A row takes one of the two ways by its own parameters alone."""
+    seeds = state.seed[slots]
+    uniform = counter_uniform(seeds, positions)
+    plain, ranked = _weights(state, scores, top, slots, kind)
+    drawn = draw(plain, uniform)
+    if ranked is not None:
+        place = draw(ranked.weights, uniform)
+        drawn = torch.where(ranked.needed, ranked.ids.gather(-1, place[:, None])[:, 0], drawn)
+    if drafted is None:
+        return drawn
+    verified = verify(
+        plain if ranked is None else ranked.by_token(plain),
+        drafted.probs,
+        drafted.token_ids,
+        counter_uniform(seeds, positions, Purpose.ACCEPT),
+        counter_uniform(seeds, positions, Purpose.RESIDUAL),
+    )
+    return torch.where(drafted.there, verified, drawn)
+
+
+def _weights(
+    state: SlotTensors, scores: Tensor, top: Tensor, slots: Tensor, kind: Kind
+) -> tuple[Tensor, _Ranked | None]:
+    """Steps 5-8: weights by token id without an order, and those that need one."""
     temperature = state.temperature[slots][:, None]
     temperature = torch.where(temperature > 0, temperature, 1.0)
     min_p = state.min_p[slots][:, None]
-    plain = draw(_floor(((scores - top) / temperature).softmax(-1), min_p), uniform)
+    plain = _floor(((scores - top) / temperature).softmax(-1), min_p)
     if kind == Kind.PLAIN:
-        return plain
+        return plain, None
     ordered, ids = scores.sort(dim=-1, descending=True, stable=True)
     probs = ((ordered - top) / temperature).softmax(-1)
     top_k, top_p = state.top_k[slots][:, None], state.top_p[slots][:, None]
@@ -143,10 +213,8 @@ def _draw(
     probs = torch.where(rank < top_k, probs, 0.0)
     upto = probs.cumsum(-1, dtype=torch.float64)
     kept = (upto - probs < top_p * upto[:, -1:]) | (top_p >= 1.0)
-    place = draw(_floor(torch.where(kept, probs, 0.0), min_p), uniform)
-    ranked = ids.gather(-1, place[:, None])[:, 0]
-    needs_order = (top_k[:, 0] < state.bias.shape[1]) | (top_p[:, 0] < 1.0)
-    return torch.where(needs_order, ranked, plain)
+    needed = (top_k[:, 0] < state.bias.shape[1]) | (top_p[:, 0] < 1.0)
+    return plain, _Ranked(ids, _floor(torch.where(kept, probs, 0.0), min_p), needed)
 
 
 def _floor(probs: Tensor, min_p: Tensor) -> Tensor:

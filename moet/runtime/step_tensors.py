@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moet.kernels.greedy import newest_tokens, take_greedy
 from moet.kernels.rows import Rows
-from moet.runtime.device_sampler import REPORT_WIDTH, Kind, choose, remember, report
+from moet.runtime.device_sampler import REPORT_WIDTH, Drafted, Kind, choose, remember, report
 from moet.runtime.slot_tensors import SlotTensors
 
 
@@ -19,8 +19,8 @@ from moet.runtime.slot_tensors import SlotTensors
 class StepRow:
     """Rows of one sequence in a step: positions start..start+num_tokens-1, all of which sample.
 
-    token_ids None: one row, whose token is the slot's newest on the device. Tokens behind the first
-    are drafts of a sequence at temperature 0. masks: [num_tokens, words] int32, or None for no
+    token_ids None: one row, whose token is the slot's newest on the device; not of a sequence that
+    drafts. Tokens behind the first are drafts. masks: [num_tokens, words] int32, or None for no
     limits. kind: what the sequence's parameters ask for. num_to_draft: tokens to propose for its
     next step; -1: it does not draft at all.
     """
@@ -44,14 +44,21 @@ class StepTensors:
     [T] int64 as in kernels/rows.py. sampler_slots: [num_seqs] int64, where a sequence's sampling
     state is; the last slot of all for none. counts: [num_seqs] int64, rows that are there. wanted:
     [num_seqs] int64, drafts that a sequence's next step asks for, -1 if it never does.
+    no_slot: where sampling state is of nobody.
     out: [1 + num_seqs, num_rows + 2] int64; first a fault word, then by sequence the tokens, how
     many of them hold, and whether the first row's logits were no numbers. reports: [T, columns].
     """
 
     def __init__(
-        self, num_seqs: int, num_rows: int, device: torch.device, *, arch: str = "reference"
+        self,
+        num_seqs: int,
+        num_rows: int,
+        device: torch.device,
+        *,
+        no_slot: int,
+        arch: str = "reference",
     ) -> None:
-        self.num_seqs, self.num_rows = num_seqs, num_rows
+        self.num_seqs, self.num_rows, self._no_slot = num_seqs, num_rows, no_slot
         self._newest = newest_tokens.bind(arch=arch)
         self._take_greedy = take_greedy.bind(arch=arch)
         self.sent = torch.zeros(self.num_sent(num_seqs, num_rows), dtype=torch.int64, device=device)
@@ -67,6 +74,12 @@ class StepTensors:
     def num_sent(num_seqs: int, num_rows: int) -> int:
         """Length of what the host sends."""
         return 5 * num_seqs * num_rows + 3 * num_seqs
+
+    def clear(self) -> None:
+        """Fill rows alone, so that a run touches nothing."""
+        sent = torch.zeros(self.sent.shape, dtype=torch.int64)
+        fill(sent, [], (self.num_seqs, self.num_rows), self._no_slot)
+        self.sent.copy_(sent)
 
     def rows(self, page_table: Tensor, page_size: int) -> Rows:
         """For the model. page_table: [num_slots, pages] int64, by sequence slot."""
@@ -92,11 +105,13 @@ class StepTensors:
         masks: Tensor | None,
         fault: Tensor | None,
         kind: Kind,
+        draft_probs: Tensor | None = None,
     ) -> None:
         """Sample every sequence's rows in order, as long as its drafts hold, and write `out`.
 
         logits: [T, vocab_size] fp32. masks: [T, words] int32 for Kind.FULL. fault: [1] int32 of
-        the model's kernels, taken and cleared.
+        the model's kernels, taken and cleared. draft_probs: [num_slots + 1, drafts, num_token_ids]
+        fp32, what the drafts above temperature 0 were drawn from; for kinds above GREEDY.
         """
         if kind == Kind.GREEDY:
             self._take_greedy(
@@ -125,7 +140,11 @@ class StepTensors:
         for depth in range(num_rows):
             mask = None if limits is None else limits[:, depth]
             slots = torch.where(holds, self.sampler_slots, state.num_slots)
-            drawn = choose(state, by_row[:, depth], slots, positions[:, depth], mask, kind)
+            drafted = None
+            if draft_probs is not None and depth + 1 < num_rows:
+                there = self.counts > depth + 1
+                drafted = Drafted(drafts[:, depth + 1], draft_probs[slots, depth], there)
+            drawn = choose(state, by_row[:, depth], slots, positions[:, depth], mask, kind, drafted)
             if depth == 0:
                 out[1:, num_rows + 1] = drawn.is_bad
             else:  # the next step meets it again, as its first row, if it comes to that

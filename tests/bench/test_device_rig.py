@@ -12,7 +12,7 @@ from moet.bench.rig import Shape
 from moet.config import EngineConfig, TargetConfig
 from moet.errors import ConfigError
 from moet.kernels.registry import watching
-from moet.runtime.chunk_runner import Chunk
+from moet.runtime.chunks import Chunk
 from moet.runtime.device_runner import Placement
 from moet.runtime.device_sampler import Kind
 from moet.runtime.queues import CpuQueue, uncaptured
@@ -67,8 +67,8 @@ def test_steps_run_and_give_times(rig: DeviceRig, num_seqs: int, num_rows: int) 
 
 def test_steps_may_draft(rig: DeviceRig) -> None:
     shape = Shape(num_seqs=2, num_rows=3, context=290)
-    assert rig.time_steps(shape, 2, drafts=True).step_ms > 0
-    assert rig.graphs.shape_for(2, 3, 300, drafts=True).drafts
+    for kind in (Kind.GREEDY, Kind.RANKED):
+        assert rig.time_steps(shape, 2, num_to_draft=2, kind=kind).step_ms > 0
     rig.graphs.check()
 
 

@@ -16,7 +16,8 @@ from moet.models.deepseek_v4 import DeepseekV4
 from moet.models.dummy import DummyOptions
 from moet.models.synthetic import MODEL_NAME
 from moet.models.synthetic_design import Size
-from moet.runtime.chunk_runner import Chunk, ChunkRunner
+from moet.runtime.chunk_runner import ChunkRunner
+from moet.runtime.chunks import Chunk
 from moet.runtime.device_sampler import Kind
 from moet.runtime.dummy import dummy_model, preset_config
 from moet.runtime.graph_runner import GraphRunner
@@ -129,7 +130,9 @@ class Steps:
         num_pages: of the page table that the step is handed; None: all.
         """
         self.queue.settle()
-        step = StepTensors(*shape, self.device.torch_device, arch=self.device.arch)
+        step = StepTensors(
+            *shape, self.device.torch_device, no_slot=self.num_seqs, arch=self.device.arch
+        )
         sent = torch.zeros(StepTensors.num_sent(*shape), dtype=torch.int64)
         fill(sent, rows, shape, self.num_seqs)
         with self.queue.working(), torch.inference_mode():
