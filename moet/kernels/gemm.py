@@ -205,6 +205,9 @@ def _linear_share_fp8(x: Tensor | Activations, weight: Matrix, *, num_slices: in
     return _packed(x, weight, output="bf16")
 
 
+grouped_linear.impl_in("moet.kernels.triton_mla", "triton_bf16", supports=_on_gpu)
+
+
 @grouped_linear_fp8.impl("stream_fp8", supports=_on_gpu)
 def _grouped_linear_fp8(x: Tensor | Activations, weight: Groups) -> Tensor:
     from moet.kernels.device_gemm import multiply_groups

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from moet.kernels.cache import Cache, EntryFormat, Mxfp4Rows
 from moet.kernels.gemm import matmul
+from moet.kernels.mla_cache import Fp8IndexKeys
 from moet.kernels.quant import fp4_qdq, hadamard
 from moet.kernels.registry import GPU_ARCHS, op
 from moet.kernels.rope import rope
@@ -94,8 +95,8 @@ index_query.impl_in("moet.kernels.triton_indexer", "triton_mxfp4", supports=_que
 
 
 def _keys_fit(*, arch: str, keys: EntryFormat, num_heads: int, top_k: int) -> bool:
-    form = isinstance(keys, Mxfp4Rows) and keys.width in (32, 64, 128)
+    form = isinstance(keys, Mxfp4Rows | Fp8IndexKeys) and keys.width in (32, 64, 128)
     return arch in GPU_ARCHS and form and top_k & (top_k - 1) == 0 and num_heads <= 128
 
 
-index_select.impl_in("moet.kernels.triton_indexer", "triton_mxfp4", supports=_keys_fit)
+index_select.impl_in("moet.kernels.triton_indexer", "triton", supports=_keys_fit)

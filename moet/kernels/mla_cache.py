@@ -7,6 +7,7 @@ attention, of layers, or of who owns the pages.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from moet.config import KVDtype
 from moet.errors import ConfigError
-from moet.kernels.cache import EntryFormat, PlainRows, Planes
+from moet.kernels.cache import EntryFormat, PlainRows, PlanedFormat, Planes
 from moet.kernels.nvfp4 import BLOCK, E4M3_MAX, nvfp4_dequantize, nvfp4_quantize
 from moet.kernels.quant import e8m0_round_up, e8m0_value, fp8_decode, fp8_encode
 
@@ -58,6 +59,12 @@ class _LatentRows(ABC):
     def round(self, rows: Tensor) -> Tensor:
         flat = rows.reshape(-1, self.width)
         return self.decode(self.encode(flat)).view(rows.shape)
+
+    def planes(self) -> Planes:
+        return self._planes
+
+    def with_entries(self, entries_per_page: int) -> Self:
+        return type(self)(self.latent_dim, self.rope_dim, entries_per_page)
 
 
 class Fp8LatentRows(_LatentRows):
@@ -155,10 +162,16 @@ class Fp8IndexKeys:
         codes, scale = fp8_encode(rows, block=self.width)
         return fp8_decode(codes, scale, block=self.width)
 
+    def planes(self) -> Planes:
+        return self._planes
+
+    def with_entries(self, entries_per_page: int) -> Self:
+        return type(self)(self.width, entries_per_page)
+
 
 def latent_rows(
     kv_dtype: KVDtype, *, latent_dim: int, rope_dim: int, entries_per_page: int
-) -> EntryFormat:
+) -> PlanedFormat:
     """The format of KV rows that `kv_dtype` names."""
     if kv_dtype == "fp8":
         return Fp8LatentRows(latent_dim, rope_dim, entries_per_page)
@@ -175,3 +188,12 @@ def _to_e4m3(x: Tensor) -> Tensor:
 
 def _from_e4m3(data: Tensor) -> Tensor:
     return data.contiguous().view(torch.float8_e4m3fn).float()
+
+
+def latent_rows_fit(form: EntryFormat) -> bool:
+    """Whether the kernels take these rows: fp8 or NVFP4, as wide as the matrix units like."""
+    if not isinstance(form, Fp8LatentRows | Nvfp4LatentRows):
+        return False
+    latent, rope = form.latent_dim, form.rope_dim
+    even = latent & (latent - 1) == 0 and rope & (rope - 1) == 0
+    return even and latent % FP8_TILE == 0 and rope >= BLOCK

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moet.kernels.quant import Activations
 from moet.kernels.registry import GPU_ARCHS, op
 
 
@@ -35,8 +36,23 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float) -> Tensor
     return (y * weight + bias).to(x.dtype)
 
 
+@op(tolerance=2**-7)
+def add_rms_norm(
+    x: Tensor, y: Tensor | None, weight: Tensor, *, eps: float
+) -> tuple[Tensor, Activations]:
+    """A sublayer's output joins the residual stream, which is then normed for the next sublayer.
+
+    x: [n, dim] fp32 or bf16; y: the same, or None if nothing joins. weight: [dim] fp32. Returns
+    x + y, rounded once, and its norm, both in the dtype of x; on a GPU steps of few rows have codes
+    of the norm, too, if dim is a multiple of 128.
+    """
+    total = x if y is None else x + y
+    return total, Activations(rms_norm.reference(total, weight, eps=eps))
+
+
 def _on_gpu(*, arch: str) -> bool:
     return arch in GPU_ARCHS
 
 
 rms_norm.impl_in("moet.kernels.triton_rows", "triton", supports=_on_gpu)
+add_rms_norm.impl_in("moet.kernels.triton_mla", "triton", supports=_on_gpu)

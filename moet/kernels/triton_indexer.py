@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moet.kernels.cache import Cache, Mxfp4Rows
+from moet.kernels.mla_cache import Fp8IndexKeys
 from moet.kernels.rows import Rows
 from moet.kernels.triton_common import (
     CODED_ROWS,
@@ -25,6 +26,7 @@ from moet.kernels.triton_common import (
 )
 
 CHUNK = 8192  # scores that one program chooses from
+CANDIDATES = 16384  # chosen in chunks, that one program chooses from
 ROWS_EACH = 16  # of a chunk, that share a page's keys in one program
 SCORE_BYTES = 256 << 20  # most that the scores of one launch take; rows beyond it wait
 
@@ -79,9 +81,14 @@ def prepare_query(
 
 
 @triton.jit
-def load_keys(base, DIM: tl.constexpr, ENTRIES: tl.constexpr):
+def load_keys(base, DIM: tl.constexpr, ENTRIES: tl.constexpr, FP8: tl.constexpr):
     """The keys of a page: [ENTRIES, DIM] bf16, which holds them exactly."""
     e = tl.arange(0, ENTRIES)
+    if FP8:
+        code = tl.load(base + e[:, None] * DIM + tl.arange(0, DIM)[None, :])
+        scale = tl.load((base + ENTRIES * DIM).to(tl.pointer_type(tl.float32)) + e)
+        value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale[:, None]
+        return value.to(tl.bfloat16)
     packed = tl.load(base + e[:, None] * (DIM // 2) + tl.arange(0, DIM // 2)[None, :])
     packed = packed.to(tl.int32)
     codes = tl.reshape(tl.join(packed & 15, packed >> 4), [ENTRIES, DIM // 32, 32])
@@ -113,6 +120,7 @@ def score_page(
     HEADS_PAD: tl.constexpr,
     DIM: tl.constexpr,
     ENTRIES: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     """Scores of rows_each rows for the entries of one page of each, which is read again only where
     the next row has another. Rows that see no more than TOP_K need none."""
@@ -128,7 +136,7 @@ def score_page(
         if (visible > TOP_K) & (page_idx * ENTRIES < visible):
             page = tl.load(page_table + tl.load(page_rows + row) * table_stride + page_idx)
             if page != held:
-                key = load_keys(keys + page * PAGE_BYTES, DIM, ENTRIES)
+                key = load_keys(keys + page * PAGE_BYTES, DIM, ENTRIES, FP8)
                 held = page
             at = (row * HEADS + h[None, :]) * DIM + d[:, None]
             query = tl.load(q + at, mask=(h < HEADS)[None, :], other=0.0)
@@ -195,29 +203,39 @@ def choose_of_chunks(
     candidates,
     scores,
     out,
+    out_scores,
     positions,
+    SPAN,
     RATIO,
     in_stride,
+    out_stride,
     K: tl.constexpr,
-    CHUNK: tl.constexpr,
+    PARTS: tl.constexpr,
     NUM: tl.constexpr,
+    LAST: tl.constexpr,
 ):
-    """The best K of the chunks' best."""
+    """The best K of what PARTS chunks of SPAN entries each gave. LAST: there is one such group, and
+    rows that see at most K entries get all of them."""
     row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
     visible = (tl.load(positions + row) + 1) // RATIO
     k = tl.arange(0, K)
+    at = row * out_stride + group * K
     if visible > K:
         i = tl.arange(0, NUM)
-        chunk = i // K
-        held = tl.minimum(visible - chunk * CHUNK, K)
-        valid = (i % K) < held
-        score = tl.load(scores + row * in_stride + i, mask=valid, other=float("-inf"))
-        entry = tl.load(candidates + row * in_stride + i, mask=valid, other=-1)
+        chunk = group * PARTS + i // K
+        held = tl.minimum(visible - chunk.to(tl.int64) * SPAN, K)
+        valid = (i < PARTS * K) & ((i % K) < held)
+        source = row * in_stride + group * PARTS * K + i
+        score = tl.load(scores + source, mask=valid, other=float("-inf"))
+        entry = tl.load(candidates + source, mask=valid, other=-1)
         chosen = choose(score, valid, K)
         place = tl.cumsum(chosen.to(tl.int32), 0) - 1
-        tl.store(out + row * K + place, entry, mask=chosen)
-    else:
-        tl.store(out + row * K + k, tl.where(k < visible, k, -1))
+        tl.store(out + at + place, entry, mask=chosen)
+        if not LAST:
+            tl.store(out_scores + at + place, score, mask=chosen)
+    elif LAST:
+        tl.store(out + at + k, tl.where(k < visible, k, -1))
 
 
 def index_query(q: Tensor, cos: Tensor, sin: Tensor, *, num_heads: int, quantised: bool) -> Tensor:
@@ -276,7 +294,7 @@ def _select(
     num_rows, num_heads, dim = q.shape
     top_k = out.shape[1]
     form = keys.form
-    assert isinstance(form, Mxfp4Rows)  # by the predicate
+    assert isinstance(form, Mxfp4Rows | Fp8IndexKeys)  # by the predicate
     positions, page_rows = where
     gate, gate_scale = heads
     scores = torch.empty((num_rows, width), dtype=torch.float32, device=q.device)
@@ -303,6 +321,7 @@ def _select(
             HEADS_PAD=max(16, triton.next_power_of_2(num_heads)),
             DIM=dim,
             ENTRIES=form.entries_per_page,
+            FP8=isinstance(form, Fp8IndexKeys),
             num_warps=4,
         )
     num_chunks = triton.cdiv(width, CHUNK)
@@ -337,16 +356,31 @@ def _select(
         LAST=False,
         num_warps=8,
     )
-    num = triton.next_power_of_2(num_chunks * top_k)
-    choose_of_chunks[(num_rows,)](
-        candidates,
-        best,
-        out,
-        positions,
-        ratio,
-        candidates.stride(0),
-        K=top_k,
-        CHUNK=CHUNK,
-        NUM=num,
-        num_warps=8 if num <= 8192 else 16,
-    )
+    span = CHUNK
+    while True:
+        parts = min(num_chunks, max(2, CANDIDATES // top_k))
+        num_groups = triton.cdiv(num_chunks, parts)
+        last = num_groups == 1
+        shape = num_rows, num_groups * top_k
+        found = out if last else torch.empty(shape, dtype=torch.int32, device=q.device)
+        found_best = best if last else torch.empty(shape, dtype=torch.float32, device=q.device)
+        num = triton.next_power_of_2(parts * top_k)
+        choose_of_chunks[(num_rows, num_groups)](
+            candidates,
+            best,
+            found,
+            found_best,
+            positions,
+            span,
+            ratio,
+            candidates.stride(0),
+            found.stride(0),
+            K=top_k,
+            PARTS=parts,
+            NUM=num,
+            LAST=last,
+            num_warps=8 if num <= 8192 else 16,
+        )
+        if last:
+            return
+        candidates, best, num_chunks, span = found, found_best, num_groups, span * parts

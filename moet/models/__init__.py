@@ -43,9 +43,7 @@ def _glm_moe_dsa(
     from moet.models.glm_moe_dsa_config import GlmMoeDsaConfig
 
     config = GlmMoeDsaConfig.from_dict(raw_config)
-    if gpu is not None:
-        raise ConfigError("GLM-5.2 runs on the reference ops only so far; use --device cpu")
-    return GlmMoeDsa.load(config, source, settings, kv_dtype, num_spec_tokens, shard)
+    return GlmMoeDsa.load(config, source, settings, kv_dtype, num_spec_tokens, shard, gpu=gpu)
 
 
 _Loader = Callable[..., "Model"]

@@ -6,22 +6,25 @@ paged groups: the latent rows of every layer, and index keys of the layers that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from moet.config import KVDtype, ModelSettings, Rounding
 from moet.errors import ConfigError
-from moet.kernels.attention import sparse_attention
-from moet.kernels.cache import EntryFormat, PlainRows
-from moet.kernels.gemm import grouped_linear, linear, linear_fp32, streamed
-from moet.kernels.indexer import index_scores, select_top_k
+from moet.kernels.cache import PlainRows, PlanedFormat
+from moet.kernels.device_gemm import Device, PackedMatrix
+from moet.kernels.gemm import Matrix, grouped_linear, linear_fp32, streamed
+from moet.kernels.indexer import index_select
+from moet.kernels.mla_attention import IndexKeys, latent_attention, latent_inputs, latent_queries
 from moet.kernels.mla_cache import Fp8IndexKeys, latent_rows
 from moet.kernels.moe import sigmoid_scores
-from moet.kernels.norm import layer_norm
-from moet.kernels.rope import rope, rope_cos_sin, rope_frequencies
+from moet.kernels.norm import add_rms_norm
+from moet.kernels.quant import Activations
+from moet.kernels.rope import rope_cos_sin, rope_frequencies
+from moet.kernels.rows import Rows
 from moet.models.base import (
     ExpertProvider,
     ForwardInput,
@@ -32,168 +35,173 @@ from moet.models.base import (
     TensorSource,
 )
 from moet.models.glm_moe_dsa_config import GlmMoeDsaConfig
-from moet.models.layers import Embedding, LMHead, RMSNorm, Weights
+from moet.models.layers import Embedding, Linear, LMHead, Weights
 from moet.models.moe import MoE, Router, SwigluMlp
 from moet.models.sharding import WHOLE, Shard, divide_glm_moe_dsa, glm_moe_dsa_layers
-from moet.models.step import LayerCache, SequenceRows, sequences
+from moet.models.step import Place, step_rows
 
 PAGE_SIZE = 64  # tokens
-INDEX_NORM_EPS = 1e-6  # of the index keys' LayerNorm, whatever rms_norm_eps is
-
-Selection = Sequence["Tensor | int"]
-"""Per row the positions that it attends to: ascending indices, or the number of leading ones."""
 
 
 class Step:
     """One forward pass: what its rows are and which state they touch."""
 
-    def __init__(self, inputs: ForwardInput, kv: KVTensors, frequencies: Tensor) -> None:
-        self.token_ids = inputs.token_ids
-        self.positions = inputs.positions
+    def __init__(self, token_ids: Tensor, rows: Rows, kv: KVTensors, frequencies: Tensor) -> None:
+        self.token_ids = token_ids
+        self.rows = rows
         self.kv = kv
-        self.sequences = sequences(inputs, PAGE_SIZE)
-        self.cos, self.sin = rope_cos_sin(inputs.positions, frequencies)
-        own = [seq.entry_slots(seq.start, seq.end, 1) for seq in self.sequences]
-        self.slots = torch.cat(own)  # [num_tokens], where each row's state goes
+        self.frequencies = frequencies
+
+    @cached_property
+    def cos_sin(self) -> tuple[Tensor, Tensor]:
+        return rope_cos_sin(self.rows.positions, self.frequencies)
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """[num_tokens] int64, where each row's state goes."""
+        return self.rows.closed_slots(1)
 
 
 class Indexer:
     """Chooses the positions that a row attends to, for its layer and those that share with it."""
 
-    def __init__(self, weights: Weights, config: GlmMoeDsaConfig, keys: LayerCache) -> None:
-        settings = weights.settings
+    def __init__(self, weights: Weights, config: GlmMoeDsaConfig, keys: Place) -> None:
+        arch = weights.settings.arch
         self.num_heads, self.head_dim = config.index_n_heads, config.index_head_dim
-        self.rope_dim, self.top_k = config.qk_rope_head_dim, config.index_topk
-        self.keys = keys
-        self.round_queries = settings.rounding == "deployed"
+        self.top_k, self.keys = config.index_topk, keys
+        self.form = keys.form if weights.settings.rounding == "deployed" else None
         width = self.num_heads * self.head_dim
         self.wq_b = weights.linear("wq_b", width, config.q_lora_rank)
-        # wk is fp8 in one release, but no server rounds its input: it is merged with the gate.
-        self.wk, _ = weights.matrix("wk", self.head_dim, config.hidden_size)
+        self.projection = self._load_projection(weights, config.hidden_size)
         self.k_norm_weight = weights.fp32("k_norm.weight", self.head_dim)
         self.k_norm_bias = weights.fp32("k_norm.bias", self.head_dim)
-        self.gate = streamed(
-            weights.fp32("weights_proj.weight", self.num_heads, config.hidden_size)
-        )
         self.gate_scale = self.num_heads**-0.5 * self.head_dim**-0.5
-        self._linear = linear.bind(arch=settings.arch)
-        self._linear_fp32 = linear_fp32.bind(arch=settings.arch)
-        self._layer_norm = layer_norm.bind(arch=settings.arch)
-        self._rope = rope.bind(arch=settings.arch)
-        self._scores = index_scores.bind(arch=settings.arch)
-        self._top_k = select_top_k.bind(arch=settings.arch)
-
-    def _rotate(self, x: Tensor, step: Step) -> Tensor:
-        """Rotate the first rope_dim values; attention heads have theirs at the end."""
-        rotated = self._rope(x[..., : self.rope_dim].contiguous(), step.cos, step.sin)
-        return torch.cat((rotated, x[..., self.rope_dim :]), dim=-1)
-
-    def __call__(self, x: Tensor, q_latent: Tensor, step: Step) -> Selection:
-        """x: [n, hidden], q_latent: [n, q_lora_rank]. Writes the rows' keys, then selects."""
-        key = self._layer_norm(
-            self._linear(x, self.wk), self.k_norm_weight, self.k_norm_bias, eps=INDEX_NORM_EPS
+        self._project = linear_fp32.bind(arch=arch)
+        self._select = index_select.bind(
+            arch=arch, keys=keys.form, num_heads=self.num_heads, top_k=self.top_k
         )
-        self.keys.write(step.kv, step.slots, self._rotate(key, step).float())
-        query = self.wq_b(q_latent).view(-1, self.num_heads, self.head_dim)
-        query = self._rotate(query, step).float()
-        if self.round_queries:
-            query = self.keys.form.round(query)
-        gate = self._linear_fp32(x, self.gate) * self.gate_scale
-        selection: list[Tensor | int] = []
-        for seq in step.sequences:
-            selection += self._choose(query, gate, seq, step)
-        return selection
 
-    def _choose(
-        self, query: Tensor, gate: Tensor, seq: SequenceRows, step: Step
-    ) -> list[Tensor | int]:
-        """What the rows of one sequence attend to."""
-        if seq.end <= self.top_k:
-            return list(range(seq.start + 1, seq.end + 1))
-        keys = self.keys.read(step.kv, seq.entry_slots(0, seq.end, 1))
-        chosen: list[Tensor | int] = []
-        for row, visible in enumerate(range(seq.start + 1, seq.end + 1), start=seq.first):
-            if visible <= self.top_k:
-                chosen.append(visible)
-                continue
-            scores = self._scores(query[row], keys[:visible], gate[row])
-            chosen.append(self._top_k(scores, k=self.top_k))
-        return chosen
+    def _load_projection(self, weights: Weights, hidden: int) -> Matrix:
+        """Key and gate, which read the same. wk is fp8 in one release, but no server rounds its
+        input: it is merged with the gate."""
+        wk, _ = weights.matrix("wk", self.head_dim, hidden)
+        gate = weights.fp32("weights_proj.weight", self.num_heads, hidden)
+        both = torch.cat((wk, gate))
+        if weights.gpu is None:
+            return streamed(both)
+        return PackedMatrix.pack(both.bfloat16(), None, weights.gpu)
+
+    def project(self, x: Activations) -> Tensor:
+        """The rows' keys, before norm and rotation, and gates, side by side, fp32."""
+        return self._project(x, self.projection)
+
+    def sites(self, step: Step) -> IndexKeys:
+        return IndexKeys(self.k_norm_weight, self.k_norm_bias, self.keys.cache(step.kv))
+
+    def __call__(self, query: Tensor, projected: Tensor, step: Step) -> Tensor:
+        """query: [n, num_heads, head_dim]; the rows' keys are stored. Returns [n, top_k] int32."""
+        return self._select(
+            query,
+            projected[:, self.head_dim :],
+            self.keys.cache(step.kv),
+            step.rows,
+            ratio=1,
+            top_k=self.top_k,
+            gate_scale=self.gate_scale,
+        )
 
 
 class Attention:
     """Latent attention in absorbed form: one key head, whose leading part is the value."""
 
     def __init__(
-        self, weights: Weights, config: GlmMoeDsaConfig, rows: LayerCache, indexer: Indexer | None
+        self, weights: Weights, config: GlmMoeDsaConfig, latents: Place, indexer: Indexer | None
     ) -> None:
-        settings, heads = weights.settings, config.num_attention_heads
+        arch, heads = weights.settings.arch, config.num_attention_heads
         hidden, latent, rope_dim = config.hidden_size, config.kv_lora_rank, config.qk_rope_head_dim
-        nope, value = config.qk_nope_head_dim, config.v_head_dim
-        self.num_heads, self.latent_dim, self.nope_dim = heads, latent, nope
-        self.rows, self.indexer = rows, indexer
-        self.scale = config.qk_head_dim**-0.5
-        eps = config.rms_norm_eps
-        self.q_a = weights.linear("q_a_proj", config.q_lora_rank, hidden)
-        self.q_a_norm = weights.norm("q_a_layernorm", config.q_lora_rank, eps=eps)
-        self.q_b = weights.linear("q_b_proj", heads * config.qk_head_dim, config.q_lora_rank)
-        self.kv_a = weights.linear("kv_a_proj_with_mqa", latent + rope_dim, hidden)
-        self.kv_a_norm = weights.norm("kv_a_layernorm", latent, eps=eps)
+        nope, value, rank = config.qk_nope_head_dim, config.v_head_dim, config.q_lora_rank
+        self.latents, self.indexer, self.latent_dim = latents, indexer, latent
+        self.scale, self.eps = config.qk_head_dim**-0.5, config.rms_norm_eps
+        self.q_kv = Linear.stacked(
+            [
+                weights.linear("q_a_proj", rank, hidden),
+                weights.linear("kv_a_proj_with_mqa", latent + rope_dim, hidden),
+            ]
+        )
+        self.q_norm_weight = weights.fp32("q_a_layernorm.weight", rank)
+        self.kv_norm_weight = weights.fp32("kv_a_layernorm.weight", latent)
+        queries = [weights.linear("q_b_proj", heads * config.qk_head_dim, rank)]
+        if indexer is not None:
+            queries.append(indexer.wq_b)
+        self.queries = Linear.stacked(queries)
         # fp8 blocks straddle the heads of kv_b, so it is decoded whole and then split.
         kv_b, _ = weights.matrix("kv_b_proj", heads * (nope + value), latent)
         w_uk, w_uv = torch.split(kv_b.view(heads, nope + value, latent), [nope, value], dim=1)
-        self.w_uk = streamed(w_uk.transpose(1, 2))  # [H, latent, nope]
-        self.w_uv = streamed(w_uv)  # [H, value, latent]
+        self.w_uk = _heads_matrix(w_uk.transpose(1, 2), weights)  # [H, latent, nope]
+        self.w_uv = _heads_matrix(w_uv, weights)  # [H, value, latent]
         self.o = weights.input_linear("o_proj", hidden, heads * value)
-        self.no_sink = torch.full((heads,), -torch.inf)
-        self._rope = rope.bind(arch=settings.arch)
-        self._grouped = grouped_linear.bind(arch=settings.arch)
-        self._attention = sparse_attention.bind(arch=settings.arch)
+        index = None if indexer is None else indexer.keys.form
+        self._inputs = latent_inputs.bind(arch=arch, rank=rank, form=latents.form, index=index)
+        self._queries = latent_queries.bind(arch=arch, index=index, nope_dim=nope)
+        self._attend = latent_attention.bind(arch=arch, form=latents.form)
+        self._grouped = grouped_linear.bind(arch=arch)
 
     def __call__(
-        self, x: Tensor, step: Step, selection: Selection | None
-    ) -> tuple[Tensor, Selection]:
-        """x: [n, hidden], normalised. Returns the same and the selection that was used.
+        self, x: Activations, step: Step, selection: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """x: [n, hidden], normalised. Returns the same and the selection that was used, [n, k].
 
         selection: that of the nearest owner below; None lets this layer's own indexer choose.
         """
-        q_latent = self.q_a_norm(self.q_a(x))
-        kv = self.kv_a(x)
-        latent = self.kv_a_norm(kv[:, : self.latent_dim].contiguous())
-        rope_key = self._rope(kv[:, self.latent_dim :].contiguous(), step.cos, step.sin)
-        self.rows.write(step.kv, step.slots, torch.cat((latent, rope_key), dim=-1).float())
-        if selection is None:
-            assert self.indexer is not None, "the first layer that attends owns an indexer"
-            selection = self.indexer(x, q_latent, step)
-        q = self.q_b(q_latent).view(x.shape[0], self.num_heads, -1)
-        q = self._rope(q, step.cos, step.sin)
-        absorbed = self._grouped(q[..., : self.nope_dim], self.w_uk)
-        query = torch.cat((absorbed, q[..., self.nope_dim :]), dim=-1)
-        parts = [self._sequence(query, selection, seq, step) for seq in step.sequences]
-        mixed = torch.cat(parts)
-        out = self._grouped(mixed[..., : self.latent_dim], self.w_uv)
-        return self.o(out.flatten(1)), selection
-
-    def _sequence(
-        self, query: Tensor, selection: Selection, seq: SequenceRows, step: Step
-    ) -> Tensor:
-        """One sequence's queries over their selected entries: [its rows, H, latent + rope]."""
-        chosen = selection[seq.first : seq.last]
-        only = chosen[0]
-        if len(chosen) == 1 and isinstance(only, Tensor):  # read no more than is used
-            slots, chosen = seq.slots_of(only, 1), [len(only)]
-        else:
-            slots = seq.entry_slots(0, seq.end, 1)
-        entries = self.rows.read(step.kv, slots)
-        return self._attention(
-            query[seq.first : seq.last],
-            entries[:0],  # no window beside the selection
-            [(0, 0)] * len(chosen),
-            entries,
-            chosen,
-            self.no_sink,
-            scale=self.scale,
+        indexer = self.indexer
+        projected = None if indexer is None else indexer.project(x)
+        latents = self.latents.cache(step.kv)
+        q_latent = self._inputs(
+            self.q_kv(x),
+            projected,
+            self.q_norm_weight,
+            self.kv_norm_weight,
+            *step.cos_sin,
+            latents,
+            None if indexer is None else indexer.sites(step),
+            step.slots,
+            eps=self.eps,
         )
+        query, index_query = self._queries(
+            self.queries(q_latent),
+            self.w_uk,
+            *step.cos_sin,
+            index_heads=0 if indexer is None else indexer.num_heads,
+            index_dim=0 if indexer is None else indexer.head_dim,
+            index_form=None if indexer is None else indexer.form,
+        )
+        if selection is None:
+            assert indexer is not None, "the first layer that attends owns an indexer"
+            assert index_query is not None
+            assert projected is not None
+            selection = indexer(index_query, projected, step)
+        mixed = self._attend(
+            query, latents, selection, step.rows, scale=self.scale, latent_dim=self.latent_dim
+        )
+        return self.o(self._grouped(mixed, self.w_uv).flatten(1)), selection
+
+
+def _heads_matrix(weight: Tensor, weights: Weights) -> Tensor:
+    """One matrix a head, [H, N, K], as the ops read it: fp32, or bf16 on a GPU."""
+    return streamed(weight) if weights.gpu is None else weight.bfloat16().contiguous()
+
+
+class AddNorm:
+    """What a sublayer made joins the residual stream; the next one gets the norm of that."""
+
+    def __init__(self, weights: Weights, name: str, config: GlmMoeDsaConfig) -> None:
+        self.weight = weights.fp32(f"{name}.weight", config.hidden_size)
+        self.eps = config.rms_norm_eps
+        self._op = add_rms_norm.bind(arch=weights.settings.arch)
+
+    def __call__(self, x: Tensor, y: Tensor | None) -> tuple[Tensor, Activations]:
+        """x: [n, hidden], the stream; y: what joins it. Returns the stream and its norm."""
+        return self._op(x, y, self.weight, eps=self.eps)
 
 
 class DecoderLayer:
@@ -206,14 +214,13 @@ class DecoderLayer:
         layout: CacheLayout,
         layer_idx: int,
     ) -> None:
-        eps = config.rms_norm_eps
-        self.input_norm = weights.norm("input_layernorm", config.hidden_size, eps=eps)
-        self.post_norm = weights.norm("post_attention_layernorm", config.hidden_size, eps=eps)
+        self.input_norm = AddNorm(weights, "input_layernorm", config)
+        self.post_norm = AddNorm(weights, "post_attention_layernorm", config)
         attention, indexer = weights.under("self_attn."), None
         if config.owns_indexer(layer_idx):
-            keys = layout.index_cache(layer_idx)
+            keys = layout.index_place(layer_idx)
             indexer = Indexer(attention.under("indexer."), config, keys)
-        self.attention = Attention(attention, config, layout.row_cache(layer_idx), indexer)
+        self.attention = Attention(attention, config, layout.latent_place(layer_idx), indexer)
         mlp = weights.under("mlp.")
         self.mlp: SwigluMlp | None = None
         self.moe: MoE | None = None
@@ -229,18 +236,22 @@ class DecoderLayer:
     def __call__(
         self,
         x: Tensor,
+        y: Tensor | None,
         step: Step,
-        selection: Selection | None,
+        selection: Tensor | None,
         experts: ExpertProvider,
-    ) -> tuple[Tensor, Selection]:
-        """x: [n, hidden]. Returns the same and the selection that was used."""
-        mixed, selection = self.attention(self.input_norm(x), step, selection)
-        x = x + mixed
-        u = self.post_norm(x)
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x: [n, hidden], the residual stream, and y, what is still to join it, if anything.
+
+        Returns both as they are behind the layer, and the selection that was used.
+        """
+        x, normed = self.input_norm(x, y)
+        mixed, selection = self.attention(normed, step, selection)
+        x, normed = self.post_norm(x, mixed)
         if self.mlp is not None:
-            return x + self.mlp(u), selection
+            return x, self.mlp(normed), selection
         assert self.moe is not None
-        return x + self.moe(u, step.token_ids, step.positions, experts), selection
+        return x, self.moe(normed, step.token_ids, step.rows.positions, experts), selection
 
 
 def _mlp(weights: Weights, hidden: int, width: int) -> SwigluMlp:
@@ -253,7 +264,7 @@ def _mlp(weights: Weights, hidden: int, width: int) -> SwigluMlp:
 def _moe(weights: Weights, config: GlmMoeDsaConfig, layer_idx: int) -> MoE:
     num_experts, hidden = config.n_routed_experts, config.hidden_size
     router = Router(
-        streamed(weights.fp32("gate.weight", num_experts, hidden)),
+        weights.operand("gate", num_experts, hidden)[0],
         bias=weights.fp32("gate.e_score_correction_bias", num_experts),
         table=None,
         top_k=config.num_experts_per_tok,
@@ -280,7 +291,7 @@ class DraftLayer:
         self.enorm = weights.norm("enorm", hidden, eps=eps)
         self.hnorm = weights.norm("hnorm", hidden, eps=eps)
         self.eh_proj = weights.linear("eh_proj", hidden, 2 * hidden)
-        self.norm = weights.norm("shared_head.norm", hidden, eps=eps)
+        self.norm = AddNorm(weights, "shared_head.norm", config)
         self.layer = layer
 
     def join(self, embedded: Tensor, hidden_states: Tensor) -> Tensor:
@@ -312,7 +323,7 @@ class CacheLayout:
             entries_per_page=PAGE_SIZE,
         )
         index_dim = config.index_head_dim
-        self.index_keys: EntryFormat = Fp8IndexKeys(index_dim, PAGE_SIZE)
+        self.index_keys: PlanedFormat = Fp8IndexKeys(index_dim, PAGE_SIZE)
         if rounding == "none":
             self.index_keys = PlainRows(index_dim, PAGE_SIZE, torch.float32)
         self.layers = tuple(range(config.num_hidden_layers + with_draft))
@@ -335,12 +346,12 @@ class CacheLayout:
         )
         return KVCacheSpec(PAGE_SIZE, (rows, keys))
 
-    def row_cache(self, layer_idx: int) -> LayerCache:
-        return LayerCache("latent", self.held.index(layer_idx), self.rows)
+    def latent_place(self, layer_idx: int) -> Place:
+        return Place("latent", self.held.index(layer_idx), self.rows)
 
-    def index_cache(self, layer_idx: int) -> LayerCache:
+    def index_place(self, layer_idx: int) -> Place:
         """Raises ValueError for a layer without an indexer."""
-        return LayerCache("index", self.held_owners.index(layer_idx), self.index_keys)
+        return Place("index", self.held_owners.index(layer_idx), self.index_keys)
 
 
 @dataclass(eq=False)
@@ -351,16 +362,17 @@ class GlmMoeDsa:
     layout: CacheLayout
     embed: Embedding | None
     layers: list[DecoderLayer]
-    norm: RMSNorm | None
+    norm: AddNorm | None
     head: LMHead | None
     mtp: DraftLayer | None
+    frequencies: Tensor
     shard: Shard
     dtype: torch.dtype
+    device: Device | None = None
 
     def __post_init__(self) -> None:
         self.vocab_size = self.config.vocab_size
         self.max_position_embeddings = self.config.max_position_embeddings
-        self.frequencies = rope_frequencies(self.config.qk_rope_head_dim, self.config.rope_theta)
 
     @classmethod
     def load(
@@ -371,10 +383,12 @@ class GlmMoeDsa:
         kv_dtype: KVDtype,
         num_spec_tokens: int = 0,
         shard: Shard = WHOLE,
+        gpu: Device | None = None,
     ) -> GlmMoeDsa:
         """Read everything but the routed experts; the draft layer only for num_spec_tokens > 0.
 
-        shard: what this process holds of it.
+        shard: what this process holds of it. gpu: where to; it must be there unless the arch is
+        "reference".
 
         rounding "none" computes in fp32; "deployed" rounds activations to bf16 (to e4m3 before
         fp8 weights) and index keys to e4m3. KV rows follow kv_dtype in both.
@@ -387,7 +401,7 @@ class GlmMoeDsa:
                 "in this model's config.json; use 0"
             )
         config, source = divide_glm_moe_dsa(config, source, shard)
-        weights = Weights(source, settings)
+        weights = Weights(source, settings, gpu=gpu)
         own, drafts = glm_moe_dsa_layers(config, shard), num_spec_tokens > 0 and shard.is_last
         held = range(own.start, own.stop + drafts)
         layout = CacheLayout(config, kv_dtype, settings.rounding, num_spec_tokens > 0, held)
@@ -403,7 +417,7 @@ class GlmMoeDsa:
         if shard.is_first or drafts:
             embed = Embedding(weights.tensor("model.embed_tokens.weight", *table), dtype)
         if shard.is_last:
-            norm = weights.norm("model.norm", config.hidden_size, eps=config.rms_norm_eps)
+            norm = AddNorm(weights, "model.norm", config)
             head = LMHead.load(weights, "lm_head", *table)
         return cls(
             config=config,
@@ -413,46 +427,79 @@ class GlmMoeDsa:
             norm=norm,
             head=head,
             mtp=mtp,
+            frequencies=rope_frequencies(config.qk_rope_head_dim, config.rope_theta).to(
+                weights.device
+            ),
             shard=shard,
             dtype=dtype,
+            device=gpu,
         )
 
     def kv_cache_spec(self) -> KVCacheSpec:
         """Latent rows of every layer, index keys of the layers that own an indexer."""
         return self.layout.spec()
 
-    @torch.no_grad()
+    def rows(self, inputs: ForwardInput) -> Rows:
+        """A step's rows as the ops take them, on the device. No state is overwritten, so that any
+        number of rows is short."""
+        num_tokens = len(inputs.positions)
+        return step_rows(inputs, PAGE_SIZE, max_short=num_tokens, device=self.frequencies.device)
+
     def forward(self, inputs: ForwardInput, kv: KVTensors, experts: ExpertProvider) -> ModelOutput:
         """As Model.forward. hidden_states: [num_tokens, hidden], after the final norm."""
-        step = Step(inputs, kv, self.frequencies)
-        x = self._enter(inputs.token_ids)
-        selection: Selection | None = None
+        with torch.inference_mode():
+            rows, (token_ids, chosen) = self.rows(inputs), self._placed(inputs)
+            output = self.compute(token_ids, rows, chosen, kv, experts)
+        return ModelOutput(output.logits.clone(), output.hidden_states)  # may be changed in place
+
+    def _placed(self, inputs: ForwardInput) -> tuple[Tensor, Tensor]:
+        """Token ids and the rows whose logits are wanted, on the device."""
+        device = self.frequencies.device
+        return inputs.token_ids.to(device), inputs.logits_indices.to(device)
+
+    def compute(
+        self,
+        token_ids: Tensor,
+        rows: Rows,
+        logits_indices: Tensor | None,
+        kv: KVTensors,
+        experts: ExpertProvider,
+    ) -> ModelOutput:
+        """A step on tensors alone: on a GPU no decision is the host's, so that it can be captured.
+
+        token_ids: [n] int64. logits_indices: as in ForwardInput; None: all rows.
+        """
+        step = Step(token_ids, rows, kv, self.frequencies)
+        x, y = self._enter(token_ids), None
+        selection: Tensor | None = None
         for layer in self.layers:
             inherited = None if layer.owns_indexer else selection
-            x, selection = layer(x, step, inherited, experts)
+            x, y, selection = layer(x, y, step, inherited, experts)
         if self.norm is None:
+            x = x if y is None else x + y
             self.shard.comm.send(x)
         else:
-            x = self.norm(x)
-        return ModelOutput(self._logits(x[inputs.logits_indices]), x)
+            x = self.norm(x, y)[1].plain()
+        return ModelOutput(self._logits(_chosen(x, logits_indices)), x)
 
     def _enter(self, token_ids: Tensor) -> Tensor:
         """What this process's first layer gets: [n, hidden]."""
         if not self.shard.is_first:
             shape = len(token_ids), self.config.hidden_size
-            return self.shard.comm.receive(torch.empty(shape, dtype=self.dtype))
+            like = torch.empty(shape, dtype=self.dtype, device=self.frequencies.device)
+            return self.shard.comm.receive(like)
         assert self.embed is not None
         return self.embed(token_ids)
 
     def _logits(self, hidden_states: Tensor) -> Tensor:
         """Those of the last stage, on every stage. hidden_states: [n, hidden], of rows wanted."""
         if self.head is None:
-            logits = torch.empty(len(hidden_states), self.vocab_size)
+            shape = len(hidden_states), self.vocab_size
+            logits = torch.empty(shape, dtype=torch.float32, device=self.frequencies.device)
         else:
             logits = self.head(hidden_states)
         return self.shard.comm.from_last(logits)
 
-    @torch.no_grad()
     def draft(
         self, inputs: ForwardInput, hidden_states: Tensor, kv: KVTensors, experts: ExpertProvider
     ) -> ModelOutput:
@@ -461,11 +508,30 @@ class GlmMoeDsa:
         inputs.token_ids are those at positions + 1. hidden_states: [num_tokens, hidden], of
         `forward` or of a previous draft, each after its norm. Needs num_spec_tokens > 0 at load.
         """
+        with torch.inference_mode():
+            rows, (token_ids, chosen) = self.rows(inputs), self._placed(inputs)
+            output = self.compute_draft(token_ids, rows, chosen, hidden_states, kv, experts)
+        return ModelOutput(output.logits.clone(), output.hidden_states)
+
+    def compute_draft(
+        self,
+        token_ids: Tensor,
+        rows: Rows,
+        logits_indices: Tensor | None,
+        hidden_states: Tensor,
+        kv: KVTensors,
+        experts: ExpertProvider,
+    ) -> ModelOutput:
+        """`draft` as `compute` is `forward`."""
         assert self.mtp is not None or not self.shard.is_last, "loaded without the draft layer"
         if self.mtp is not None:
             assert self.embed is not None
-            step = Step(inputs, kv, self.frequencies)
-            x = self.mtp.join(self.embed(inputs.token_ids), hidden_states)
-            x, _ = self.mtp.layer(x, step, None, experts)
-            hidden_states = self.mtp.norm(x)
-        return ModelOutput(self._logits(hidden_states[inputs.logits_indices]), hidden_states)
+            step = Step(token_ids, rows, kv, self.frequencies)
+            x = self.mtp.join(self.embed(token_ids), hidden_states)
+            x, y, _ = self.mtp.layer(x, None, step, None, experts)
+            hidden_states = self.mtp.norm(x, y)[1].plain()
+        return ModelOutput(self._logits(_chosen(hidden_states, logits_indices)), hidden_states)
+
+
+def _chosen(hidden_states: Tensor, indices: Tensor | None) -> Tensor:
+    return hidden_states if indices is None else hidden_states[indices]

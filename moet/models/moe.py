@@ -108,7 +108,7 @@ class SwigluMlp:
         """This rank's part of the output, to be summed over the ranks. fp32."""
         return self.w2.partial(self._hidden(x))
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor | Activations) -> Tensor:
         return self.w2(self._hidden(x))
 
 
@@ -152,16 +152,14 @@ class MoE:
                 token_ids,
                 positions,
                 self.router.weights,
-                experts.resident(self.layer_idx),
+                experts.resident(self.layer_idx, len(token_ids)),
                 self._shared_weights,
                 limit=self.limit,
                 round_activations=self.round_activations,
                 weigh_output=self.weigh_output,
                 num_slices=self.num_slices,
             )
-            if self.shard.size == 1:
-                return part
-            return self.shard.comm.sum(part.float()).to(part.dtype)
+            return part if self.shard.size == 1 else self.shard.comm.sum(part)
         x = plain_values(x)
         expert_ids, weights = self.router(x, token_ids)
         routed = self._mixture(

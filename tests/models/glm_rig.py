@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from moet.config import KVDtype, ModelSettings, Rounding
+from moet.kernels.quant import Activations
 from moet.models.base import KVTensors
 from moet.models.formats import quantize_fp8_block
-from moet.models.glm_moe_dsa import Attention, GlmMoeDsa, Selection, Step
+from moet.models.glm_moe_dsa import Attention, GlmMoeDsa, Step
 from moet.models.glm_moe_dsa_config import GlmMoeDsaConfig
 from moet.models.glm_moe_dsa_tensors import tensor_inventory
 from moet.models.layers import Weights
@@ -89,8 +90,8 @@ class BesideNarrow:
         self.error = 0.0
 
     def __call__(
-        self, x: Tensor, step: Step, selection: Selection | None
-    ) -> tuple[Tensor, Selection]:
+        self, x: Activations, step: Step, selection: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         out, selection = self.own(x, step, selection)
         beside = copy(step)
         beside.kv = self.kv

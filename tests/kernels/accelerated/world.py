@@ -16,11 +16,16 @@ STEPS = {"none": [], "one": DECODE[-1:], "three": VERIFY[2:3], "decode": DECODE,
 
 
 def make_rows(
-    pieces: list[tuple[int, int]], *, short: bool, device: torch.device, fill: int = 0
+    pieces: list[tuple[int, int]],
+    *,
+    short: bool,
+    device: torch.device,
+    fill: int = 0,
+    page_size: int = PAGE_SIZE,
 ) -> Rows:
     """pieces: first and one past the last position of each sequence."""
-    num_seqs = max(1, len(pieces))
-    pages = torch.randperm(num_seqs * 3 + 2)[: num_seqs * 3].view(num_seqs, 3)
+    num_seqs, width = max(1, len(pieces)), 3 * PAGE_SIZE // page_size
+    pages = torch.randperm(num_seqs * width + 2)[: num_seqs * width].view(num_seqs, width)
     slots = torch.randperm(num_seqs + 1)[:num_seqs].tolist()
     table = {"positions": [], "starts": [], "ends": [], "seq_slots": [], "page_rows": []}
     for i, (start, end) in enumerate(pieces):
@@ -36,7 +41,7 @@ def make_rows(
     return Rows(
         **{k: torch.tensor(v, dtype=torch.int64, device=device) for k, v in table.items()},
         page_table=pages.to(device),
-        page_size=PAGE_SIZE,
+        page_size=page_size,
         short=short,
     )
 

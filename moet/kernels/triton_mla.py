@@ -1,0 +1,480 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: disable-error-code="import-untyped, attr-defined, misc, assignment"
+"""Row kernels around latent attention: residual and norm, what is stored of a token, what its heads
+ask for, and the product with a matrix per head. A program has a row, or a tile of outputs whose
+weights meet each row by itself, so that no row meets another."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moet.kernels.cache import Cache, EntryFormat
+from moet.kernels.mla_attention import INDEX_NORM_EPS, IndexKeys
+from moet.kernels.mla_cache import Fp8IndexKeys, Fp8LatentRows, Nvfp4LatentRows
+from moet.kernels.quant import Activations
+from moet.kernels.triton_attention_inputs import norm_latent
+from moet.kernels.triton_common import (
+    CODED_ROWS,
+    e2m1_codes,
+    e4m3_codes,
+    e4m3_exponent,
+    exponent_byte,
+    load_rotation,
+    mma_place,
+    power_of_two,
+    rotate_pairs,
+)
+
+OUTPUTS = 64  # of a head's matrix that a program makes: the rows of matrix instructions
+INPUTS = 64  # of one of its steps
+FEW_ROWS, MANY_ROWS = 16, 64  # columns of matrix instructions
+
+
+@triton.jit
+def join_and_norm(
+    x,
+    y,
+    weight,
+    total,
+    values,
+    codes,
+    scales,
+    eps,
+    DIM: tl.constexpr,
+    PAD: tl.constexpr,
+    JOINS: tl.constexpr,
+    QUANT: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, PAD)
+    value = tl.load(x + row * DIM + d, mask=d < DIM, other=0.0).to(tl.float32)
+    if JOINS:
+        value += tl.load(y + row * DIM + d, mask=d < DIM, other=0.0).to(tl.float32)
+        value = value.to(total.dtype.element_ty)
+        tl.store(total + row * DIM + d, value, mask=d < DIM)
+        value = value.to(tl.float32)
+    value = value * tl.rsqrt(tl.sum(value * value, 0) / DIM + eps)
+    value = value * tl.load(weight + d, mask=d < DIM, other=0.0)
+    value = value.to(values.dtype.element_ty)
+    tl.store(values + row * DIM + d, value, mask=d < DIM)
+    if QUANT:
+        blocks = tl.reshape(value.to(tl.float32), [PAD // 128, 128])
+        byte = e4m3_exponent(tl.max(tl.abs(blocks), 1))
+        b = tl.arange(0, PAD // 128)
+        tl.store(scales + row * (DIM // 128) + b, power_of_two(byte), mask=b < DIM // 128)
+        code = e4m3_codes(blocks * power_of_two(254 - byte)[:, None]).to(tl.uint8)
+        to = b[:, None] * 128 + mma_place(tl.arange(0, 128))[None, :]
+        tl.store(codes + row * DIM + to, code, mask=to < DIM)
+
+
+@triton.jit
+def store_fp8_latent(x, data, LATENT: tl.constexpr):
+    """x: [LATENT] fp32, as mla_cache.Fp8LatentRows has it."""
+    TILES: tl.constexpr = LATENT // 128
+    tiles = tl.reshape(x, [TILES, 128])
+    amax = tl.maximum(tl.max(tl.abs(tiles), 1), 1e-30)
+    byte = tl.maximum(exponent_byte(amax, 8, 0x600000), 114)  # 2^-13 is the first above 1e-4
+    codes = e4m3_codes(tiles * power_of_two(254 - byte)[:, None]).to(tl.uint8)
+    t = tl.arange(0, TILES)
+    tl.store(data + t[:, None] * 128 + tl.arange(0, 128)[None, :], codes)
+    tl.store((data + LATENT).to(tl.pointer_type(tl.float32)) + t, power_of_two(byte))
+
+
+@triton.jit
+def store_nvfp4_latent(x, data, LATENT: tl.constexpr, ROPE: tl.constexpr):
+    """x: [LATENT] fp32, as mla_cache.Nvfp4LatentRows has it; the rope key is stored apart."""
+    BLOCKS: tl.constexpr = LATENT // 16
+    blocks = tl.reshape(x, [BLOCKS, 16])
+    wanted = tl.div_rn(tl.max(tl.abs(blocks), 1), tl.full([BLOCKS], 6.0, tl.float32))
+    wanted = tl.minimum(tl.maximum(wanted, 2.0**-9), 448.0)
+    scale_code = e4m3_codes(wanted).to(tl.uint8)
+    scale = scale_code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    codes = e2m1_codes(tl.div_rn(blocks, tl.broadcast_to(scale[:, None], [BLOCKS, 16])))
+    low, high = tl.split(tl.reshape(codes, [BLOCKS, 8, 2]))
+    s = tl.arange(0, BLOCKS)
+    at = s[:, None] * 8 + tl.arange(0, 8)[None, :]
+    tl.store(data + at, (low | (high << 4)).to(tl.uint8))
+    tl.store(data + LATENT // 2 + ROPE + (BLOCKS // 4) * (s % 4) + s // 4, scale_code)
+
+
+@triton.jit
+def store_latent_row(
+    kv,
+    weight,
+    cos_ptr,
+    sin_ptr,
+    data,
+    row,
+    eps,
+    LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+    NVFP4: tl.constexpr,
+):
+    """Norm of the latent, rotation of the key behind it, and both as bytes of a row."""
+    d = tl.arange(0, LATENT)
+    x = tl.load(kv + d).to(tl.float32)
+    x = x * tl.rsqrt(tl.sum(x * x, 0) / LATENT + eps) * tl.load(weight + d)
+    x = x.to(kv.dtype.element_ty).to(tl.float32)
+    r = tl.arange(0, ROPE)
+    key = tl.load(kv + LATENT + r).to(tl.float32)
+    cos, sin = load_rotation(cos_ptr, sin_ptr, row, ROPE, ROPE)
+    key = tl.reshape(rotate_pairs(tl.reshape(key, [1, ROPE]), cos, sin), [ROPE])
+    key = key.to(kv.dtype.element_ty)
+    if NVFP4:
+        store_nvfp4_latent(x, data, LATENT, ROPE)
+        key = tl.minimum(tl.maximum(key.to(tl.float32), -448.0), 448.0)
+        tl.store(data + LATENT // 2 + r, e4m3_codes(key).to(tl.uint8))
+    else:
+        store_fp8_latent(x, data, LATENT)
+        at = data + LATENT + LATENT // 128 * 4
+        tl.store(at.to(tl.pointer_type(tl.bfloat16)) + r, key.to(tl.bfloat16))
+
+
+@triton.jit
+def rotate_first(
+    x, cos_ptr, sin_ptr, row, ROWS: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr
+):
+    """Rotate the first ROPE values of each of ROWS vectors. x: [ROWS, DIM] fp32."""
+    pair = tl.arange(0, DIM // 2)
+    at = row * (ROPE // 2) + pair
+    cos = tl.load(cos_ptr + at, mask=pair < ROPE // 2, other=1.0)
+    sin = tl.load(sin_ptr + at, mask=pair < ROPE // 2, other=0.0)
+    return rotate_pairs(x, cos[None, :], sin[None, :])
+
+
+@triton.jit
+def store_index_key(
+    own,
+    weight,
+    bias,
+    cos_ptr,
+    sin_ptr,
+    page,
+    place,
+    row,
+    eps,
+    like,
+    ENTRIES: tl.constexpr,
+    DIM: tl.constexpr,
+    ROPE: tl.constexpr,
+):
+    """Norm, rotation and e4m3 of a row's index key. like: a pointer to what its dtype is."""
+    d = tl.arange(0, DIM)
+    x = tl.load(own + d).to(like.dtype.element_ty).to(tl.float32)
+    x = x - tl.sum(x, 0) / DIM
+    x = x * tl.rsqrt(tl.sum(x * x, 0) / DIM + eps)
+    x = (x * tl.load(weight + d) + tl.load(bias + d)).to(like.dtype.element_ty).to(tl.float32)
+    x = rotate_first(tl.reshape(x, [1, DIM]), cos_ptr, sin_ptr, row, 1, DIM, ROPE)
+    x = tl.reshape(x.to(like.dtype.element_ty).to(tl.float32), [DIM])
+    byte = e4m3_exponent(tl.max(tl.abs(x), 0))
+    tl.store(page + place * DIM + d, e4m3_codes(x * power_of_two(254 - byte)).to(tl.uint8))
+    scales = (page + ENTRIES * DIM).to(tl.pointer_type(tl.float32))
+    tl.store(scales + place, power_of_two(byte))
+
+
+@triton.jit
+def store_inputs(
+    q_kv,
+    projected,
+    q_weight,
+    kv_weight,
+    key_weight,
+    key_bias,
+    cos_ptr,
+    sin_ptr,
+    latents,
+    keys,
+    slots,
+    values,
+    codes,
+    scales,
+    stride,
+    projected_stride,
+    LATENT_PAGE,
+    KEY_PAGE,
+    eps,
+    index_eps,
+    RANK: tl.constexpr,
+    RANK_PAD: tl.constexpr,
+    LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    INDEX_DIM: tl.constexpr,
+    NVFP4: tl.constexpr,
+    QUANT: tl.constexpr,
+):
+    """Row and part: the query latent, the stored row, the index key if there is one."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    slot = tl.load(slots + row)
+    if part == 0:
+        norm_latent(q_kv, q_weight, values, codes, scales, row, stride, eps, RANK, RANK_PAD, QUANT)
+    elif slot >= 0:
+        page, place = slot // ENTRIES, slot % ENTRIES
+        if part == 1:
+            data = latents + tl.multiple_of(page * LATENT_PAGE + place * ROW_BYTES, 16)
+            kv = q_kv + row * stride + RANK
+            store_latent_row(kv, kv_weight, cos_ptr, sin_ptr, data, row, eps, LATENT, ROPE, NVFP4)
+        elif INDEX_DIM > 0:
+            store_index_key(
+                projected + row * projected_stride,
+                key_weight,
+                key_bias,
+                cos_ptr,
+                sin_ptr,
+                keys + page * KEY_PAGE,
+                place,
+                row,
+                index_eps,
+                q_kv,
+                ENTRIES,
+                INDEX_DIM,
+                ROPE,
+            )
+
+
+@triton.jit
+def turn_queries(
+    q,
+    cos_ptr,
+    sin_ptr,
+    query,
+    index,
+    stride,
+    HEADS: tl.constexpr,
+    EACH: tl.constexpr,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    LATENT: tl.constexpr,
+    INDEX_HEADS: tl.constexpr,
+    INDEX_DIM: tl.constexpr,
+):
+    """Row and part: the rotated ends of EACH heads, or behind them of EACH index heads, rounded to
+    e4m3."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    PARTS: tl.constexpr = (HEADS + EACH - 1) // EACH
+    if part < PARTS:
+        h = part * EACH + tl.arange(0, EACH)
+        r = tl.arange(0, ROPE)
+        real = (h < HEADS)[:, None]
+        at = q + row * stride + h[:, None] * (NOPE + ROPE) + NOPE + r[None, :]
+        x = tl.load(at, mask=real, other=0.0).to(tl.float32)
+        cos, sin = load_rotation(cos_ptr, sin_ptr, row, ROPE, ROPE)
+        x = rotate_pairs(x, cos, sin).to(query.dtype.element_ty)
+        to = query + (row * HEADS + h)[:, None] * (LATENT + ROPE) + LATENT + r[None, :]
+        tl.store(to, x, mask=real)
+    elif INDEX_HEADS > 0:
+        h = (part - PARTS) * EACH + tl.arange(0, EACH)
+        real = (h < INDEX_HEADS)[:, None]
+        at = h[:, None] * INDEX_DIM + tl.arange(0, INDEX_DIM)[None, :]
+        own = q + row * stride + HEADS * (NOPE + ROPE)
+        x = tl.load(own + at, mask=real, other=0.0).to(tl.float32)
+        x = rotate_first(x, cos_ptr, sin_ptr, row, EACH, INDEX_DIM, ROPE)
+        x = x.to(q.dtype.element_ty).to(tl.float32)
+        byte = e4m3_exponent(tl.max(tl.abs(x), 1))
+        code = e4m3_codes(x * power_of_two(254 - byte)[:, None]).to(tl.uint8)
+        value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32) * power_of_two(byte)[:, None]
+        tl.store(index + row * INDEX_HEADS * INDEX_DIM + at, value, mask=real)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def multiply_heads(
+    x,
+    weight,
+    out,
+    num_rows,
+    x_row,
+    x_head,
+    out_row,
+    out_head,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    """OUTPUTS of a head for a tile of rows. The weights are the left operand, so that a row has the
+    same bits however many rows the tile has."""
+    BLOCKS: tl.constexpr = (N + OUTPUTS - 1) // OUTPUTS
+    head = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    n = tl.program_id(0) % BLOCKS * OUTPUTS + tl.arange(0, OUTPUTS)
+    t = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    k = tl.arange(0, INPUTS)
+    real, there = (n < N)[:, None], (t < num_rows)[None, :]
+    w_at = weight + (head * N + n)[:, None] * K + k[None, :]
+    x_at = x + head * x_head + t.to(tl.int64)[None, :] * x_row + k[:, None]
+    acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    for first in range(0, K, INPUTS):
+        w = tl.load(w_at + first, mask=real, other=0.0)
+        value = tl.load(x_at + first, mask=there, other=0.0)
+        acc = tl.dot(w, value, acc)
+    to = out + head * out_head + t.to(tl.int64)[None, :] * out_row + n[:, None]
+    tl.store(to, acc.to(out.dtype.element_ty), mask=real & there)
+
+
+def add_rms_norm(
+    x: Tensor, y: Tensor | None, weight: Tensor, *, eps: float
+) -> tuple[Tensor, Activations]:
+    num_rows, dim = x.shape
+    quant = num_rows <= CODED_ROWS and dim % 128 == 0
+    total = x if y is None else torch.empty_like(x)
+    values = torch.empty_like(x)
+    made = _coded(values, quant)
+    if num_rows:
+        join_and_norm[(num_rows,)](
+            x,
+            x if y is None else y,
+            weight,
+            total,
+            values,
+            values if made.codes is None else made.codes,
+            weight if made.scale is None else made.scale,
+            eps,
+            DIM=dim,
+            PAD=max(128, triton.next_power_of_2(dim)),
+            JOINS=y is not None,
+            QUANT=quant,
+            num_warps=8,
+        )
+    return total, made
+
+
+def _coded(values: Tensor, quant: bool) -> Activations:
+    """Values with room for their codes, if there are to be any."""
+    if not quant:
+        return Activations(values)
+    num_rows, dim = values.shape
+    codes = torch.empty((num_rows, dim), dtype=torch.uint8, device=values.device)
+    scale = torch.empty((num_rows, dim // 128), dtype=torch.float32, device=values.device)
+    return Activations(values, codes, scale)
+
+
+def latent_inputs(
+    q_kv: Tensor,
+    projected: Tensor | None,
+    q_norm_weight: Tensor,
+    kv_norm_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    latents: Cache,
+    index: IndexKeys | None,
+    slots: Tensor,
+    *,
+    eps: float,
+) -> Activations:
+    num_rows, rank = len(q_kv), len(q_norm_weight)
+    form = latents.form
+    assert isinstance(form, Fp8LatentRows | Nvfp4LatentRows)  # by the predicate
+    values = torch.empty((num_rows, rank), dtype=q_kv.dtype, device=q_kv.device)
+    made = _coded(values, num_rows <= CODED_ROWS)
+    if num_rows == 0:
+        return made
+    keys = None if index is None else index.cache.form
+    store_inputs[(num_rows, 2 if index is None else 3)](
+        q_kv,
+        q_kv if projected is None else projected,
+        q_norm_weight,
+        kv_norm_weight,
+        q_norm_weight if index is None else index.norm_weight,
+        q_norm_weight if index is None else index.norm_bias,
+        cos,
+        sin,
+        latents.pages,
+        latents.pages if index is None else index.cache.pages,
+        slots,
+        values,
+        values if made.codes is None else made.codes,
+        q_norm_weight if made.scale is None else made.scale,
+        q_kv.stride(0),
+        0 if projected is None else projected.stride(0),
+        form.page_bytes,
+        0 if keys is None else keys.page_bytes,
+        eps,
+        INDEX_NORM_EPS,
+        RANK=rank,
+        RANK_PAD=triton.next_power_of_2(rank),
+        LATENT=form.latent_dim,
+        ROPE=form.rope_dim,
+        ROW_BYTES=form.row_bytes,
+        ENTRIES=form.entries_per_page,
+        INDEX_DIM=0 if keys is None else keys.width,
+        NVFP4=isinstance(form, Nvfp4LatentRows),
+        QUANT=made.codes is not None,
+        num_warps=4,
+    )
+    return made
+
+
+def latent_queries(
+    q: Tensor,
+    w_uk: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    index_heads: int,
+    index_dim: int,
+    index_form: EntryFormat | None,
+) -> tuple[Tensor, Tensor | None]:
+    assert index_form is None or isinstance(index_form, Fp8IndexKeys)  # by the predicate
+    num_rows, (num_heads, latent, nope), rope = len(q), w_uk.shape, 2 * cos.shape[1]
+    query = torch.empty((num_rows, num_heads, latent + rope), dtype=q.dtype, device=q.device)
+    index = torch.empty((num_rows, index_heads, index_dim), dtype=torch.float32, device=q.device)
+    each = 16
+    if num_rows:
+        parts = triton.cdiv(num_heads, each) + triton.cdiv(index_heads, each)
+        turn_queries[(num_rows, parts)](
+            q,
+            cos,
+            sin,
+            query,
+            index,
+            q.stride(0),
+            HEADS=num_heads,
+            EACH=each,
+            NOPE=nope,
+            ROPE=rope,
+            LATENT=latent,
+            INDEX_HEADS=index_heads,
+            INDEX_DIM=index_dim,
+            num_warps=4,
+        )
+        _multiply_heads(q, (q.stride(0), nope + rope), w_uk, query)
+    return query, index if index_heads else None
+
+
+def _multiply_heads(x: Tensor, strides: tuple[int, int], weight: Tensor, out: Tensor) -> None:
+    """Head h of out, [T, H, at least N], gets weight[h] @ x. strides: of a row and a head of x."""
+    num_rows, (num_heads, n, k) = len(out), weight.shape
+    rows = FEW_ROWS if num_rows <= FEW_ROWS else MANY_ROWS
+    multiply_heads[(num_heads * triton.cdiv(n, OUTPUTS), triton.cdiv(num_rows, rows))](
+        x,
+        weight,
+        out,
+        num_rows,
+        *strides,
+        out.stride(0),
+        out.stride(1),
+        N=n,
+        K=k,
+        ROWS=rows,
+        OUTPUTS=OUTPUTS,
+        INPUTS=min(INPUTS, k),
+        num_warps=4,
+        num_stages=4,
+    )
+
+
+def grouped_linear(x: Tensor | Activations, weight: Tensor) -> Tensor:
+    """x: [T, G, K] bf16, the last dimension contiguous. weight: [G, N, K] bf16."""
+    assert isinstance(x, Tensor)
+    assert isinstance(weight, Tensor)
+    num_groups, n, _ = weight.shape
+    out = torch.empty((len(x), num_groups, n), dtype=x.dtype, device=x.device)
+    if len(x):
+        _multiply_heads(x, (x.stride(0), x.stride(1)), weight, out)
+    return out
