@@ -161,7 +161,7 @@ class DeviceRig:
                 StepRow(
                     slot,
                     start,
-                    None if shape.num_rows == 1 else given[slot],
+                    None if shape.num_rows == 1 and num_to_draft < 0 else given[slot],
                     kind,
                     num_to_draft=num_to_draft,
                 )
@@ -196,10 +196,11 @@ class DeviceRig:
             check(output.fault, output.is_bad)
         return pending[0].started.seconds_to(pending[-1].ended)
 
-    def replay(self, shape: Shape) -> None:
-        """One step of a shape that was timed, and wait for it."""
+    def replay(self, shape: Shape, *, num_to_draft: int = -1, kind: Kind = Kind.GREEDY) -> None:
+        """One step like those that were timed, and wait for it."""
+        given = None if shape.num_rows == 1 and num_to_draft < 0 else [1] * shape.num_rows
         rows = [
-            StepRow(slot, shape.context, None if shape.num_rows == 1 else [1] * shape.num_rows)
+            StepRow(slot, shape.context, given, kind, num_to_draft=num_to_draft)
             for slot in range(shape.num_seqs)
         ]
         self.graphs.launch(rows).result()

@@ -22,6 +22,7 @@ from moet.errors import ConfigError, ContextLengthError, OverloadedError, Reques
 from moet.models.base import DraftingModel, ExpertProvider, KVCacheSpec, Model
 from moet.runtime.batch import Batch, StepResult
 from moet.runtime.device_runner import DeviceModel, DeviceRunner, Placement
+from moet.runtime.draft_length import CostMeter
 from moet.runtime.experts.precision import PrecisionSet
 from moet.runtime.experts.serving import ServedExperts
 from moet.runtime.grammar_check import check_grammar
@@ -149,7 +150,8 @@ class EngineCore:
             scheduler=scheduler,
         )
         self._launcher = self._runner if isinstance(self._runner, DeviceRunner) else None
-        self._scheduler = Scheduler(scheduler, memory, self._counters)
+        meter = CostMeter() if placement is not None and scheduler.num_spec_tokens else None
+        self._scheduler = Scheduler(scheduler, memory, self._counters, meter)
         self._grammars = grammars
         self._compiling: dict[str, _Compiling] = {}
         self._in_flight: deque[tuple[Batch, PendingResult]] = deque()

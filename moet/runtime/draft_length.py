@@ -3,11 +3,16 @@ far, of the load and of a table of step costs; the tokens at temperature 0 never
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+import numpy as np
 
 DECAY = 0.9  # of what is known, per verified step: about the last ten count
 PRIOR_WEIGHT = 1.0  # steps
 PRIOR_RATE = 0.7  # of a draft, if those before it were accepted; a guess until there are numbers
+COST_DECAY = 0.99  # of what is known about costs, per step
+COST_TRUST = 0.2  # steps that the shape of the guess is worth
 PROBE_INTERVAL = 32  # steps without drafts, after which one draft tells whether that is still right
 
 
@@ -16,7 +21,7 @@ class StepCosts:
     """What a step costs, in any one unit: `fixed`, `per_row`, and `per_draft` round of drafting.
 
     The default is the shape of a step that streams weights: fixed costs are most of it until a few
-    dozen rows are in it. `bench step` measures a machine's own.
+    dozen rows are in it. `CostMeter` learns a machine's own.
     """
 
     fixed: float = 1.0
@@ -25,6 +30,38 @@ class StepCosts:
 
     def of(self, num_rows: int, num_drafts: int) -> float:
         return self.fixed + self.per_row * num_rows + self.per_draft * num_drafts
+
+
+GPU_COSTS = StepCosts(fixed=1.0, per_row=0.1, per_draft=0.1)
+"""A guess for V4-Flash on a GPU, from bench/results/step.json: every row brings experts along."""
+
+
+class CostMeter:
+    """Learns what steps cost from steps that ran, in seconds: least squares over the last hundred
+    or so, drawn to the shape of a guess, as steps of one kind alone do not tell its parts apart."""
+
+    def __init__(self, guess: StepCosts = GPU_COSTS) -> None:
+        self._guess = np.array([guess.fixed, guess.per_row, guess.per_draft])
+        self._squares = np.zeros((3, 3))
+        self._products = np.zeros(3)
+
+    def observe(self, num_rows: int, num_drafts: int, time_s: float) -> None:
+        """One step of so many rows and rounds of drafting, and no prompts, took this long."""
+        parts = np.array([1.0, num_rows, num_drafts])
+        weight = 1.0 / (self._guess @ parts) ** 2  # errors count by their share of a step
+        self._squares = COST_DECAY * self._squares + weight * np.outer(parts, parts)
+        self._products = COST_DECAY * self._products + weight * parts * time_s
+
+    @property
+    def costs(self) -> StepCosts:
+        """What is known now; the guess before anything is."""
+        expected = self._guess @ self._squares @ self._guess
+        if expected == 0.0:
+            return StepCosts(*self._guess.tolist())
+        prior = self._guess * (self._guess @ self._products) / expected
+        trust = np.diag(COST_TRUST / (3 * self._guess**2))
+        found = np.linalg.solve(self._squares + trust, self._products + trust @ prior)
+        return StepCosts(*np.maximum(found, 0.01 * prior).tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,3 +119,11 @@ def draft_length(
         if gain > most:
             best, most = k, gain
     return best
+
+
+def fitted(times: Mapping[tuple[int, int], float]) -> StepCosts:
+    """Costs that come nearest to times of steps, by their numbers of rows and of drafts."""
+    meter = CostMeter()
+    for (num_rows, num_drafts), time_s in times.items():
+        meter.observe(num_rows, num_drafts, time_s)
+    return meter.costs

@@ -25,7 +25,7 @@ import msgspec
 from moet.config import SchedulerConfig
 from moet.errors import CapacityError
 from moet.runtime.batch import Batch, Row, StepResult
-from moet.runtime.draft_length import StepCosts, draft_length
+from moet.runtime.draft_length import CostMeter, StepCosts, draft_length
 from moet.runtime.metrics import Counters
 from moet.runtime.pace import PrefillPace
 from moet.runtime.sequence import Sequence, Status
@@ -36,12 +36,20 @@ from moet.types import FinishReason, TokenEvent, TokenLogprobs
 class Scheduler:
     """Owns the life of every sequence from `add` to its last event."""
 
-    def __init__(self, config: SchedulerConfig, memory: SequenceMemory, counters: Counters) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        memory: SequenceMemory,
+        counters: Counters,
+        meter: CostMeter | None = None,
+    ) -> None:
+        """meter: learns what steps cost, which decides how many tokens are drafted; None: a guess
+        does."""
         self.config = config
         self.memory = memory
         self.counters = counters
         self.pace = PrefillPace(config.prefill_share)
-        self.costs = StepCosts()
+        self.costs, self.meter = StepCosts() if meter is None else meter.costs, meter
         # Rows of a sequence in the step after the one being made.
         self.lookahead_tokens = 1 + config.num_spec_tokens
         self.sequences: dict[str, Sequence] = {}  # every unfinished one
@@ -112,6 +120,10 @@ class Scheduler:
         self.memory.committed(batch.commands)
         if batch.rows and not result.failed:
             self.pace.observe(batch.num_decoding, batch.num_prefill_tokens, result.device_s)
+            if self.meter is not None and batch.num_prefill_tokens == 0:
+                num_drafts = max(row.num_to_draft for row in batch.rows)
+                self.meter.observe(batch.num_tokens, num_drafts, result.device_s)
+                self.costs = self.meter.costs
         now = perf_counter()
         page_size = self.memory.page_size
         for i, row in enumerate(batch.rows):

@@ -1,13 +1,17 @@
 """How many drafts: the rule by itself."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moet.runtime.draft_length import (
+    GPU_COSTS,
     PROBE_INTERVAL,
     Acceptance,
+    CostMeter,
     StepCosts,
     draft_length,
+    fitted,
 )
 
 COSTS = StepCosts()
@@ -62,3 +66,23 @@ def test_rates_are_chances_and_old_news_fade(steps: list[tuple[int, int]], size:
     for _ in range(60):
         acceptance = acceptance.after(5, 5)
     assert min(acceptance.rates(5)) > 0.9
+
+
+def test_costs_are_those_of_the_steps_that_ran() -> None:
+    meter = CostMeter()
+    assert meter.costs == GPU_COSTS
+    for _ in range(60):
+        meter.observe(3, 2, 9.0)
+    assert meter.costs.of(3, 2) == pytest.approx(9.0)
+    assert meter.costs.per_row == pytest.approx(0.1 * meter.costs.fixed)  # nothing else is known
+    true = StepCosts(fixed=5.0, per_row=0.2, per_draft=1.5)
+    for step in range(300):
+        rows, drafts = 1 + 5 * step % 31, step % 3
+        meter.observe(rows, drafts, true.of(rows, drafts))
+    for rows, drafts in ((1, 0), (3, 2), (24, 1)):
+        assert meter.costs.of(rows, drafts) == pytest.approx(true.of(rows, drafts), rel=0.1)
+
+
+def test_costs_never_fall_to_nothing() -> None:
+    costs = fitted({(1, 0): 9.0, (8, 1): 1.0, (32, 2): 0.5})
+    assert min(costs.fixed, costs.per_row, costs.per_draft) > 0

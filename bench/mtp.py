@@ -1,0 +1,272 @@
+"""What drafting costs and gives on one GPU: bench/results/mtp.json.
+
+    python -m bench.mtp [--parts steps,sampled,kernels,demo] [--layers N] [--commit X] [--out FILE]
+
+steps: whole steps of V4-Flash at full size with dummy weights, by streams and drafts, and the
+tokens per second that they make at the acceptance that is stated in the file. sampled: the same
+for requests above temperature 0. kernels: where the time of drafting goes. demo: the demo models,
+100 prompts and 200 tokens each with 0 to 4 drafts: tokens must be equal, and drafts hold as often
+as bench/results/quality.json says. Each part stands alone, as in bench/step_h200.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import sys
+from dataclasses import asdict
+from itertools import accumulate
+from operator import mul
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+from bench.quality_tasks import STORY, TASKS, held_out
+from bench.step_h200 import CONTEXT, SEED, SKEW, Bench
+from bench.train_demo.corpus import Renderer
+from bench.train_demo.tokenizer import Family
+from moet.bench.device_rig import DeviceRig
+from moet.bench.device_step import profile_kernels
+from moet.bench.rig import Shape
+from moet.config import ModelSettings, SchedulerConfig, TargetConfig
+from moet.kernels.device_gemm import Device
+from moet.models.dummy import DummyOptions
+from moet.models.synthetic import MODEL_NAME
+from moet.runtime.device_runner import Placement
+from moet.runtime.device_sampler import Kind
+from moet.runtime.draft_length import fitted
+from moet.runtime.dummy import dummy_model, open_device, preset_config
+from moet.runtime.engine import Engine
+from moet.runtime.queues import CudaGraphs, CudaQueue
+from moet.types import SamplingParams
+
+RESULTS = Path(__file__).parent / "results" / "mtp.json"
+QUALITY = Path(__file__).parent / "results" / "quality.json"
+DEMO = Path(__file__).parents[1] / "moet" / "demo"
+FAMILIES: tuple[Family, ...] = ("deepseek-v4", "glm")
+PARTS = ("steps", "sampled", "kernels", "demo")
+STREAMS = (1, 8, 32)
+MOST_DRAFTS = 3
+# Chance that draft 1, 2, 3 holds if those before it do: 2.6 tokens a step with two drafts.
+ACCEPTANCE = (0.9, 0.78, 0.7)
+DEMO_DRAFTS, DEMO_PROMPTS, DEMO_TOKENS = 4, 100, 200
+DEMO_SEQS = 32
+
+
+def tokens_per_step(num_drafts: int) -> float:
+    return 1 + sum(accumulate(ACCEPTANCE[:num_drafts], mul))
+
+
+def step_rows(bench: Bench, rig: DeviceRig, num_steps: int) -> None:
+    """Whole steps by streams and drafts, what drafting takes of them, and the best number."""
+    measured: dict[tuple[int, int], float] = {}
+    for num_seqs in STREAMS:
+        best: dict[int, float] = {}
+        for k in range(MOST_DRAFTS + 1):
+            case = f"whole step, {num_seqs} streams, {k} drafts"
+            with bench.part(case):
+                shape = Shape(num_seqs=num_seqs, num_rows=1 + k, context=CONTEXT)
+                times = rig.time_steps(shape, num_steps, num_to_draft=k if k else -1)
+                measured[num_seqs * (1 + k), k] = times.step_ms
+                floor, target = (3.5, 5.75) if (num_seqs, k) == (1, 2) else (None, None)
+                note = f"period {times.period_ms:.3f} ms; launching takes {times.host_us:.0f} us"
+                bench.add(case, times.step_ms, "ms/step", floor=floor, target=target, note=note)
+                best[k] = 1e3 * num_seqs * tokens_per_step(k) / times.period_ms
+                goal = 450.0 if (num_seqs, k) == (1, 2) else None
+                note = f"{tokens_per_step(k):.2f} tokens a step"
+                name = f"tokens per second, {num_seqs} streams, {k} drafts"
+                bench.add(name, best[k], "tokens/s", better="higher", target=goal, note=note)
+            if k:
+                with bench.part(f"{case}, verified alone"):
+                    alone = rig.time_steps(shape, num_steps).step_ms
+                    note = f"{times.step_ms - alone:.3f} ms are drafting"
+                    bench.add(f"{case}, verified alone", alone, "ms/step", note=note)
+        if best:
+            k = max(best, key=lambda k: best[k])
+            bench.add(f"best number of drafts, {num_seqs} streams", k, "drafts", better="higher")
+    with bench.part("costs of a step"):
+        bench.more["step_costs_ms"] = asdict(fitted(measured))
+
+
+def sampled_rows(bench: Bench, rig: DeviceRig, num_steps: int) -> None:
+    """Whole steps with two drafts by what their sequences ask for."""
+    for num_seqs in (1, 32):
+        for kind in (Kind.GREEDY, Kind.PLAIN, Kind.RANKED, Kind.FULL):
+            case = f"whole step, {num_seqs} streams, 2 drafts, sampling of kind {kind.name}"
+            with bench.part(case):
+                shape = Shape(num_seqs=num_seqs, num_rows=3, context=CONTEXT)
+                times = rig.time_steps(shape, num_steps, num_to_draft=2, kind=kind)
+                bench.add(case, times.step_ms, "ms/step")
+
+
+def kernel_rows(bench: Bench, rig: DeviceRig) -> None:
+    """The kernels that drafting adds to a step, and those of sampled steps."""
+    shape = Shape(num_seqs=1, num_rows=3, context=CONTEXT)
+    found: dict[str, dict[str, tuple[float, float]]] = {}
+    for kind in (Kind.GREEDY, Kind.RANKED):
+        for k in (-1, 2):
+            with bench.part(f"kernels, {kind.name}, {max(k, 0)} drafts"):
+                rig.time_steps(shape, 2, num_to_draft=k, kind=kind)
+                kernels = profile_kernels(
+                    lambda k=k, kind=kind: rig.replay(shape, num_to_draft=k, kind=kind)
+                )
+                name = f"{kind.name} {k}"
+                found[name] = {each.name: (each.num_launches, each.time_us) for each in kernels}
+                launches = sum(each.num_launches for each in kernels)
+                case = f"launches of a step, {kind.name}, {max(k, 0)} drafts"
+                bench.add(case, launches, "launches")
+    with bench.part("kernels compared"):
+        plain = found["GREEDY -1"]
+        for name in ("GREEDY 2", "RANKED -1", "RANKED 2"):
+            more = {
+                kernel: (count - plain.get(kernel, (0, 0))[0], us - plain.get(kernel, (0, 0))[1])
+                for kernel, (count, us) in found[name].items()
+            }
+            for kernel in sorted(more, key=lambda each: -more[each][1])[:22]:
+                count, us = more[kernel]
+                short = kernel.replace("(anonymous namespace)::", "")[:80]
+                note = f"{count:.0f} launches more"
+                bench.add(f"{name}: {short}", us, "us/step", note=note)
+
+
+def demo_rows(bench: Bench, family: Family) -> None:
+    """Tokens with 0 to 4 drafts, apart and in one batch, and how many drafts hold."""
+    folder = DEMO / family
+    quality = json.loads(QUALITY.read_text())["models"][family]["official"]["drafts"]["held"]
+    renderer = Renderer(family, folder)
+    generators = [*TASKS.values(), STORY]
+    prompts = [
+        next(held_out(generators[n % len(generators)], renderer, 1, seed=1000 + n)).rendered.prompt
+        for n in range(DEMO_PROMPTS)
+    ]
+    began_s = perf_counter()
+    scheduler = SchedulerConfig(
+        num_spec_tokens=DEMO_DRAFTS, adaptive_spec=False, max_num_seqs=DEMO_SEQS
+    )
+    settings = ModelSettings(precision="fp4")
+    target = TargetConfig(device="cuda")
+    with Engine(str(folder), settings=settings, scheduler=scheduler, target=target) as engine:
+        bench.add(f"{family} demo, start", perf_counter() - began_s, "s")
+
+        def ask(k: int, spare: bool = False) -> list[list[int]]:
+            params = SamplingParams(
+                temperature=0.0, max_tokens=DEMO_TOKENS, ignore_eos=True, spec_tokens=k
+            )
+            chosen = prompts[:20] if spare else prompts
+            done = engine.generate([list(prompt) for prompt in chosen], params)
+            return [each.choices[0].token_ids for each in done]
+
+        ask(0, spare=True)
+        plain: list[list[int]] = []
+        for k in range(DEMO_DRAFTS + 1):
+            before, began_s = engine.stats(), perf_counter()
+            answers = ask(k)
+            taken_s, after = perf_counter() - began_s, engine.stats()
+            plain = plain or answers
+            same = sum(a == b for a, b in zip(plain, answers, strict=True))
+            case = f"{family} demo, {k} drafts"
+            rate = DEMO_PROMPTS * DEMO_TOKENS / taken_s
+            note = f"{rate:.0f} tokens/s in {DEMO_SEQS} streams"
+            wanted = float(DEMO_PROMPTS)
+            bench.add(
+                f"{case}, equal answers", same, "of 100", better="higher", target=wanted, note=note
+            )
+            steps = after.num_drafts - before.num_drafts
+            for n in range(min(k, 4) if steps else 0):
+                held = after.num_accepted_by_position[n]
+                if n < len(before.num_accepted_by_position):
+                    held -= before.num_accepted_by_position[n]
+                note = f"quality.json says {quality[n]:.3f} with other questions"
+                name = f"{case}, draft {n + 1} holds"
+                bench.add(name, held / steps, "share", better="higher", note=note)
+
+        async def mixed() -> list[list[list[int]]]:
+            async def one(prompt: list[int], k: int) -> list[int]:
+                params = SamplingParams(
+                    temperature=0.0, max_tokens=DEMO_TOKENS, ignore_eos=True, spec_tokens=k
+                )
+                return (await engine.agenerate(prompt, params)).choices[0].token_ids
+
+            async def some(k: int) -> list[list[int]]:
+                return list(await asyncio.gather(*(one(list(p), k) for p in prompts[:20])))
+
+            return list(await asyncio.gather(*(some(k) for k in range(DEMO_DRAFTS + 1))))
+
+        found = asyncio.run(mixed())
+        same = sum(a == b for each in found for a, b in zip(plain, each, strict=False))
+        name = f"{family} demo, all numbers of drafts in one batch, equal answers"
+        bench.add(name, same, "of 100", better="higher", target=100)
+
+
+def make_rig(device: Device, num_layers: int | None, num_seqs: int) -> DeviceRig:
+    raw = preset_config(MODEL_NAME, "full", num_layers)
+    settings = ModelSettings(arch=device.arch, rounding="deployed", precision="w2")
+    options = DummyOptions(seed=SEED, skew=SKEW)
+    made = dummy_model(raw, settings, device, num_spec_tokens=MOST_DRAFTS, options=options)
+    queue = CudaQueue()
+    rig = DeviceRig(
+        made.model,  # type: ignore[arg-type]
+        made.experts,
+        Placement(queue, CudaGraphs(queue), device.error, device.arch),
+        num_seqs=num_seqs,
+        num_rows=1 + MOST_DRAFTS,
+        longest=CONTEXT,
+        others=CONTEXT,
+        num_drafts=MOST_DRAFTS,
+    )
+    rig.fill()
+    return rig
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS))
+    parser.add_argument("--layers", type=int, help="take the first ones only")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps of each row")
+    parser.add_argument("--commit", default="", help="what to call the sources that are measured")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    unknown = set(args.parts) - set(PARTS)
+    if unknown:
+        parser.error(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    return args
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s", stream=sys.stdout)
+    args = arguments()
+    torch.manual_seed(0)
+    device = open_device()
+    if device is None:
+        sys.exit("there is no GPU that kernels were built for")
+    began_s = perf_counter()
+    model = f"{MODEL_NAME}, w2, fp8 KV, dummy weights of seed {SEED} and skew {SKEW}"
+    more: dict[str, object] = {"model": model, "acceptance": ACCEPTANCE, "context": CONTEXT}
+    if args.layers:
+        more["layers"] = args.layers
+    command = " ".join(["python -m bench.mtp", *sys.argv[1:]])
+    bench = Bench(args.out, command, args.commit, more)
+    if "demo" in args.parts:
+        for family in FAMILIES:
+            with bench.part(f"{family} demo"):
+                demo_rows(bench, family)
+    rig = None
+    if {"steps", "sampled", "kernels"} & set(args.parts):
+        with bench.part("weights, state and prompts"):
+            rig = make_rig(device, args.layers, max(STREAMS))
+    if rig is not None and "steps" in args.parts:
+        step_rows(bench, rig, args.steps)
+    if rig is not None and "sampled" in args.parts:
+        sampled_rows(bench, rig, min(args.steps, 10))
+    if rig is not None and "kernels" in args.parts:
+        kernel_rows(bench, rig)
+    bench.add("all of this", perf_counter() - began_s, "s")
+    bench.write()
+    print(f"faults: {bench.faults}" if bench.faults else "no faults", flush=True)
+
+
+if __name__ == "__main__":
+    main()
