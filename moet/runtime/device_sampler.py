@@ -71,12 +71,15 @@ def choose(
     masks: Tensor | None,
     kind: Kind,
     drafted: Drafted | None = None,
+    ahead: Tensor | None = None,
 ) -> Drawn:
     """The next token of each row; the state stays as it is.
 
     logits: [n, vocab_size] fp32. slots: [n] int64. positions: [n] int64, of the rows that made the
     logits. masks: [n, words] int32 as in runtime/grammar.py, read for Kind.FULL only. drafted: what
-    acceptance.verify judges where the temperature is above 0; read for kinds above GREEDY.
+    acceptance.verify judges where the temperature is above 0; read for kinds above GREEDY. ahead:
+    [n, any] int64, tokens that come between what a slot has taken and its row, -1 for none; read
+    for Kind.FULL only.
     """
     logits = logits[:, : state.num_token_ids]
     if kind == Kind.GREEDY:
@@ -85,13 +88,14 @@ def choose(
     is_bad = ~(logits.amax(-1) < torch.inf)
     scores = logits
     if kind == Kind.FULL:
-        scores = _adjust(state, logits, slots, positions, masks)
+        scores = _adjust(state, logits, slots, positions, masks, ahead)
     top, token_ids = scores.max(-1, keepdim=True)
     temperature = state.temperature[slots][:, None]
     drawn = _draw(state, scores, top, slots, positions, kind, drafted)
     token_ids = torch.where(temperature > 0, drawn[:, None], token_ids)[:, 0]
     if kind == Kind.FULL:
-        must_end = state.is_thinking[slots] & (state.thinking_left[slots] <= 0)
+        thinking, left = _thinking(state, slots, ahead)
+        must_end = thinking & (left <= 0)
         token_ids = torch.where(must_end, state.think_ids[slots, 1], token_ids)
     return Drawn(token_ids, is_bad)
 
@@ -104,20 +108,38 @@ def remember(state: SlotTensors, slots: Tensor, token_ids: Tensor, kind: Kind) -
     width = state.output_counts.shape[1]
     counts = state.output_counts.view(-1)
     counts.scatter_add_(0, slots * width + token_ids, state.is_counted[slots].to(counts.dtype))
-    ids, thinking = state.think_ids[slots], state.is_thinking[slots]
-    starts = token_ids == ids[:, 0]
-    ends = (token_ids[:, None] == ids[:, 1:]).any(-1)
-    used = (thinking & ~starts & ~ends).to(torch.int64)
-    state.thinking_left.index_copy_(0, slots, state.thinking_left[slots] - used)
-    state.is_thinking.index_copy_(0, slots, (thinking & ~ends) | starts)
+    thinking, left = _thinking(state, slots, token_ids[:, None])
+    state.thinking_left.index_copy_(0, slots, left)
+    state.is_thinking.index_copy_(0, slots, thinking)
+
+
+def _thinking(state: SlotTensors, slots: Tensor, tokens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Whether slots think, and how many tokens they may go on: [n] each, behind tokens [n, any]."""
+    thinking, left, ids = state.is_thinking[slots], state.thinking_left[slots], None
+    for token_ids in () if tokens is None else tokens.unbind(1):
+        ids = state.think_ids[slots] if ids is None else ids
+        there = token_ids >= 0
+        starts = there & (token_ids == ids[:, 0])
+        ends = there & (token_ids[:, None] == ids[:, 1:]).any(-1)
+        left = left - (there & thinking & ~starts & ~ends).to(torch.int64)
+        thinking = (thinking & ~ends) | starts
+    return thinking, left
 
 
 def _adjust(
-    state: SlotTensors, logits: Tensor, slots: Tensor, positions: Tensor, masks: Tensor | None
+    state: SlotTensors,
+    logits: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    masks: Tensor | None,
+    ahead: Tensor | None,
 ) -> Tensor:
     """Steps 1-3 of the sampler's rules."""
     num = logits.shape[1]
     counts = state.output_counts[slots][:, :num]
+    if ahead is not None:
+        more = ((ahead >= 0) & state.is_counted[slots][:, None]).to(counts.dtype)
+        counts = counts.scatter_add(1, ahead.clamp(min=0), more)
     repetition = state.repetition[slots][:, None]
     scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
     scores = torch.where(state.in_prompt[slots][:, :num] | (counts > 0), scaled, logits)

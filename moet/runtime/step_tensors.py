@@ -129,37 +129,51 @@ class StepTensors:
         if fault is not None:
             out[0, :1] = fault.to(torch.int64)
             fault.zero_()
-        by_row = logits.view(self.num_seqs, num_rows, -1)
-        positions = self.positions.view(self.num_seqs, num_rows)
-        drafts = self.token_ids.view(self.num_seqs, num_rows)
-        limits = None
-        if masks is not None and kind == Kind.FULL:
-            limits = masks.view(self.num_seqs, num_rows, -1)
+        shape = self.num_seqs, num_rows
+        slots = self.sampler_slots[:, None].expand(shape).reshape(-1)
+        drafts = self.token_ids.view(shape)
+        drawn = choose(
+            state,
+            logits,
+            slots,
+            self.positions,
+            masks if kind == Kind.FULL else None,
+            kind,
+            None if draft_probs is None or num_rows == 1 else self._drafted(slots, draft_probs),
+            self._ahead() if num_rows > 1 else None,
+        )
+        tokens, is_bad = drawn.token_ids.view(shape), drawn.is_bad.view(shape)
         holds = self.counts > 0
         num_held = torch.zeros_like(self.counts)
         for depth in range(num_rows):
-            mask = None if limits is None else limits[:, depth]
-            slots = torch.where(holds, self.sampler_slots, state.num_slots)
-            drafted = None
-            if draft_probs is not None and depth + 1 < num_rows:
-                there = self.counts > depth + 1
-                drafted = Drafted(drafts[:, depth + 1], draft_probs[slots, depth], there)
-            drawn = choose(state, by_row[:, depth], slots, positions[:, depth], mask, kind, drafted)
-            if depth == 0:
-                out[1:, num_rows + 1] = drawn.is_bad
-            else:  # the next step meets it again, as its first row, if it comes to that
-                holds = holds & ~drawn.is_bad
-                slots = torch.where(holds, self.sampler_slots, state.num_slots)
-            remember(state, slots, drawn.token_ids, kind)
-            out[1:, depth] = drawn.token_ids
-            if kind == Kind.FULL:
-                each = self.reports.view(self.num_seqs, num_rows, -1)
-                each[:, depth] = report(state, by_row[:, depth], drawn.token_ids)
+            if depth > 0:  # a bad row is met again, as the next step's first, if it comes to that
+                holds = holds & (self.counts > depth) & (drafts[:, depth] == tokens[:, depth - 1])
+                holds = holds & ~is_bad[:, depth]
+            taken = torch.where(holds, self.sampler_slots, state.num_slots)
+            remember(state, taken, tokens[:, depth], kind)
             num_held = num_held + holds
-            if depth + 1 < num_rows:
-                holds = holds & (self.counts > depth + 1)
-                holds = holds & (drafts[:, depth + 1] == drawn.token_ids)
+        out[1:, :num_rows] = tokens
         out[1:, num_rows] = num_held
+        out[1:, num_rows + 1] = is_bad[:, 0]
+        if kind == Kind.FULL:
+            self.reports.copy_(report(state, logits, drawn.token_ids))
+
+    def _drafted(self, slots: Tensor, draft_probs: Tensor) -> Drafted:
+        """The draft that each row's token is compared with: it went in as the next row's."""
+        depth = torch.arange(self.num_rows, device=slots.device)
+        there = depth + 1 < self.counts[:, None]
+        following = self.token_ids.view(self.num_seqs, -1).roll(-1, 1)
+        number = depth.clamp(max=draft_probs.shape[1] - 1).repeat(self.num_seqs)
+        ids = torch.where(there, following, 0).reshape(-1)
+        return Drafted(ids, draft_probs[slots, number], there.reshape(-1))
+
+    def _ahead(self) -> Tensor:
+        """[T, num_rows - 1] int64, the drafts before each row's own token and behind the first,
+        whose token the state knows; -1 for none."""
+        drafts = self.token_ids.view(self.num_seqs, 1, -1)[:, :, 1:]
+        depth = torch.arange(self.num_rows, device=drafts.device)
+        known = depth[1:] <= depth[:, None]
+        return torch.where(known, drafts, -1).reshape(len(self.token_ids), -1)
 
 
 def fill(sent: Tensor, rows: Sequence[StepRow], shape: tuple[int, int], no_slot: int) -> None:
