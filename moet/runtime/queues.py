@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Protocol
 
 import torch
@@ -84,12 +84,18 @@ class CpuQueue:
 
 
 class _Event:
-    def __init__(self, stream: torch.cuda.Stream) -> None:
+    def __init__(self, stream: torch.cuda.Stream, watch: Callable[[], None] | None) -> None:
         self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self._event.record(stream)
+        self._watch = watch
 
     def wait(self) -> None:
-        self._event.synchronize()
+        if self._watch is None:
+            self._event.synchronize()
+            return
+        while not self._event.query():  # type: ignore[no-untyped-call]
+            self._watch()
+            sleep(0)  # lets other threads go on
 
     def seconds_to(self, later: Moment) -> float:
         assert isinstance(later, _Event)
@@ -97,10 +103,13 @@ class _Event:
 
 
 class CudaQueue:
-    """A stream of its own on one device."""
+    """A stream of its own on one device. watch: called while the host waits for it, and may raise
+    to end that."""
 
-    def __init__(self, device: torch.device | str = "cuda") -> None:
-        self.device = torch.device(device)
+    def __init__(
+        self, device: torch.device | str = "cuda", watch: Callable[[], None] | None = None
+    ) -> None:
+        self.device, self._watch = torch.device(device), watch
         self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def working(self) -> AbstractContextManager[object]:
@@ -110,7 +119,7 @@ class CudaQueue:
         return torch.zeros(shape, dtype=dtype, pin_memory=True)
 
     def moment(self) -> Moment:
-        return _Event(self.stream)
+        return _Event(self.stream, self._watch)
 
     def settle(self) -> None:
         torch.cuda.synchronize(self.device)

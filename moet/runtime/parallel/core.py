@@ -1,24 +1,25 @@
 """Engine cores of a group: one that schedules and tells the others, and those that follow.
 
-Both carry out the same batches with the same parts, and compare what they sampled after each.
+Both carry out the same batches with the same parts, and compare what they sampled after each. On
+devices a batch is launched while the one before it runs, on every rank.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections import deque
+from dataclasses import dataclass
 
 from moet.runtime.batch import Batch, StepResult
-from moet.runtime.core import EngineCore
+from moet.runtime.core import EngineCore, PendingResult
 from moet.runtime.parallel.group import Group
 from moet.runtime.parallel.monitor import GroupError
 from moet.runtime.parallel.ranks import Ranks
-from moet.runtime.parallel.steps import StepReader, digest, encode
+from moet.runtime.parallel.steps import StepReader, StepWriter, digest
 from moet.types import TokenEvent
 
 logger = logging.getLogger(__name__)
 
-Runner = Callable[[Batch], StepResult]
 STOP = b"\xc1"  # announced in place of a batch, which never begins like this
 
 
@@ -27,10 +28,11 @@ class LeadingCore(EngineCore):
 
     _group: Group
     _ranks: Ranks
+    _writer: StepWriter
 
     def lead(self, group: Group, ranks: Ranks) -> None:
         """Take charge of the other ranks."""
-        self._group, self._ranks = group, ranks
+        self._group, self._ranks, self._writer = group, ranks, StepWriter()
 
     @property
     def has_work(self) -> bool:
@@ -49,10 +51,21 @@ class LeadingCore(EngineCore):
     def run(self, batch: Batch) -> StepResult:
         """Carry out a batch on every rank."""
         group = self._group
+        self._announce(batch)
+        return compared(group, group.step, super().run(batch))
+
+    def launch(self, batch: Batch) -> PendingResult:
+        """Begin with a batch on every rank; `run` does so by itself."""
+        if not self.launches:
+            return super().launch(batch)
+        self._announce(batch)
+        return Launched(self._group, self._group.step, super().launch(batch))
+
+    def _announce(self, batch: Batch) -> None:
+        group = self._group
         group.monitor.require_sound()
         group.begin_step()
-        group.announce(encode(batch))
-        return carry_out(group, batch, super().run)
+        group.announce(self._writer.write(batch))
 
     def shutdown(self) -> None:
         """End the other ranks, too."""
@@ -66,26 +79,52 @@ class LeadingCore(EngineCore):
         self._ranks.kill()
 
 
-def carry_out(group: Group, batch: Batch, run: Runner) -> StepResult:
-    """Run a batch on this rank and compare what it made with the other ranks'."""
-    result = run(batch)
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A batch that was begun on this rank, in step number `step` of the group."""
+
+    group: Group
+    step: int
+    pending: PendingResult
+
+    def result(self) -> StepResult:
+        """Wait for it, and compare."""
+        return compared(self.group, self.step, self.pending.result())
+
+
+def compared(group: Group, step: int, result: StepResult) -> StepResult:
+    """What this rank made in a step; the others' is compared with it, a step or two later.
+
+    Raises GroupError if the step failed, here or elsewhere.
+    """
     group.monitor.require_sound()
     if result.failed:
         reason = next(iter(result.errors.values()))
-        raise GroupError(group.monitor.fail(f"{group.name} failed in step {group.step}: {reason}"))
-    group.agree(digest(result), "the tokens")
+        raise GroupError(group.monitor.fail(f"{group.name} failed in step {step}: {reason}"))
+    group.agree(digest(result), f"the tokens of step {step}")
     return result
 
 
 def follow(group: Group, core: EngineCore) -> None:
-    """Carry out what rank 0 announces until it says stop. Raises GroupError if the group ends."""
-    reader = StepReader()
+    """Carry out what rank 0 announces until it says stop. Raises GroupError if the group ends.
+
+    Results are read when one more batch is under way, as rank 0 does.
+    """
+    reader, launched = StepReader(), deque[Launched]()
     while True:
         data = group.heard()
         if data == STOP:
             break
         group.begin_step()
-        carry_out(group, reader.read(data), core.run)
+        batch = reader.read(data)
+        if not core.launches:
+            compared(group, group.step, core.run(batch))
+            continue
+        launched.append(Launched(group, group.step, core.launch(batch)))
+        if len(launched) > 1:
+            launched.popleft().result()
+    for each in launched:
+        each.result()
     group.settle()
     logger.info("%s stops, as rank 0 said", group.name)
     group.close()

@@ -1,106 +1,268 @@
-"""A rank on a GPU among others: small sums through memory that all read, the rest through NCCL.
+"""A rank on a GPU among others: small messages through memory that all of a stage write, the rest
+through NCCL. All of it can be captured in a graph.
 
-All of it can be captured in a graph. Knows one stage of tensor ranks; knows nothing of steps.
+What cannot be reached in one way is tried in the next: the GPUs' own memory, memory of the host,
+NCCL alone. Knows tensors and links between ranks; knows nothing of steps.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import TypeVar
+from collections.abc import Sequence
+from time import monotonic, sleep
+from typing import Any, Literal, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import BroadcastOptions, Store, Work
 
-from moet.errors import KernelError
-from moet.kernels.comm import CTAS, PeerSum, PeerWindow, window_bytes
+from moet.errors import ConfigError, KernelError
+from moet.kernels.comm import (
+    CTAS,
+    Exchange,
+    HostWindow,
+    PeerLinks,
+    PeerWindow,
+    Window,
+    register_host,
+    window_bytes,
+)
 from moet.kernels.device_gemm import Device
+from moet.kernels.gemm import tree_sum
+from moet.runtime.parallel.group import NEVER, Group, Links
+from moet.runtime.parallel.monitor import GroupError
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-PEER_BYTES = 1 << 20  # largest sum that goes through peer memory; NCCL is faster beyond
+Way = Literal["peer", "host"]
+PEER_BYTES = 2 << 20  # of a rank, at most, through a window; NCCL is faster beyond
 PROBE_ROUNDS = 8
+PROBE_WAIT_S = 5.0
+PROBE_VALUES = 1 << 16
+NCCL_PROBE_S = 60.0  # its set-up included
+LOADING_WAIT_S = 900.0  # of a rank that is still compiling or reading
+STEP_WAIT_S = 60.0  # at least; the monitor notices a rank that is gone long before
+
+
+class DeviceLinks(Links, Protocol):
+    """NCCL between some ranks, as torch's process groups have it: work joins torch's stream."""
+
+    def _allgather_base(self, out: Tensor, x: Tensor) -> Work: ...
+    def abort(self) -> None: ...
 
 
 class DeviceComm:
-    """models.sharding.Comm of the tensor ranks of one stage, one GPU each.
+    """models.sharding.Comm over GPUs. links: None where there is nobody else.
 
-    group: NCCL, of these ranks in order. peers: None if the GPUs cannot read each other.
+    stage: the tensor ranks of this stage; column: those of its number in all stages; before,
+    behind: the two ranks at either side of a cut. peers: None if NCCL does everything.
     """
 
-    def __init__(self, group: dist.ProcessGroup, peers: PeerSum | None) -> None:
-        self.group = group
+    def __init__(
+        self,
+        stage: DeviceLinks | None,
+        column: DeviceLinks | None,
+        before: DeviceLinks | None,
+        behind: DeviceLinks | None,
+        peers: PeerLinks | None,
+    ) -> None:
+        self.stage, self.column, self.before, self.behind = stage, column, before, behind
         self.peers = peers
 
-    def sum(self, x: Tensor) -> Tensor:
-        x = x.contiguous()
-        if self.peers is not None and self.peers.fits(x):
-            return self.peers(x)
-        out = x.clone()
-        dist.all_reduce(out, group=self.group)
-        return out
+    def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        x, dtype = x.contiguous(), dtype or x.dtype
+        if self.stage is None or x.numel() == 0:
+            return x.to(dtype)
+        if self.peers is not None and self.peers.sums(x):
+            return self.peers.sum(x, dtype)
+        every = self._every(self.stage, x)
+        if len(every) == 2 and dtype == x.dtype:  # torch adds bf16 in fp32 and rounds once
+            return every[0] + every[1]
+        return tree_sum([each.float() for each in every]).to(dtype)
 
     def gather(self, x: Tensor) -> Tensor:
-        size, (num_rows, width) = self.group.size(), x.shape
-        parts = x.new_empty(size * num_rows, width)
-        dist.all_gather_into_tensor(parts, x.contiguous(), group=self.group)
-        by_rank = parts.view(size, num_rows, width)
-        return by_rank.transpose(0, 1).reshape(num_rows, size * width)
+        x = x.contiguous()
+        if self.stage is None:
+            return x
+        if x.numel() == 0:
+            return x.repeat(1, self.stage.size())
+        if self.peers is not None and self.peers.gathers(x):
+            return self.peers.gather(x)
+        return torch.cat(list(self._every(self.stage, x)), 1)
 
     def receive(self, like: Tensor) -> Tensor:
-        raise AssertionError("one stage")
+        assert self.before is not None
+        if like.numel():
+            self.before.broadcast([like], BroadcastOptions()).wait()
+        return like
 
     def send(self, x: Tensor) -> None:
-        raise AssertionError("one stage")
+        assert self.behind is not None
+        if x.numel():
+            self.behind.broadcast([x.contiguous()], BroadcastOptions()).wait()
 
     def from_last(self, x: Tensor) -> Tensor:
+        if self.column is None or x.numel() == 0:
+            return x
+        options = BroadcastOptions()
+        options.rootRank = self.column.size() - 1
+        x = x.contiguous()
+        self.column.broadcast([x], options).wait()
         return x
 
+    def _every(self, links: DeviceLinks, x: Tensor) -> Sequence[Tensor]:
+        """Every rank's x, in rank order."""
+        out = x.new_empty(links.size(), *x.shape)
+        links._allgather_base(out, x).wait()
+        return out.unbind(0)
 
-def open_comm(group: dist.ProcessGroup, device: Device) -> DeviceComm:
-    """Connect the ranks; peer memory is used if a probe finds what was sent. All ranks must call.
+    def begin_step(self) -> None:
+        """Collectives of a GPU have no names."""
 
-    A rank whose peers cannot be read, or read wrongly, says so, and then none of them uses it.
+    def wait_at_most(self, seconds: float) -> None:
+        """How long the kernels that take from a window wait for the other ranks."""
+        if self.peers is not None:
+            self.peers.wait_at_most(seconds)
+
+    def close(self) -> None:
+        """End everything that still waits for another rank. From any thread."""
+        self.wait_at_most(0)
+        for links in (self.stage, self.column, self.before, self.behind):
+            if links is not None:
+                links.abort()
+
+
+def connect(group: Group, device: Device, ways: Sequence[Way] = ("peer", "host")) -> DeviceComm:
+    """Connect the GPUs of a group and make that its comm; all ranks must call alike.
+
+    Each kind of connection is tried with known values first. Raises GroupError if NCCL brings wrong
+    ones or none.
     """
-    peers, fault = None, ""
+    made = group.connections("nccl", _nccl)
+    stage, column, before, behind = made
+    comm = DeviceComm(stage, column, before, behind, None)
+    _probe_nccl(group, comm, device.torch_device)
+    if stage is not None:
+        comm.peers = _peers(group, device, ways)
+    comm.wait_at_most(LOADING_WAIT_S)
+    group.use(comm)
+    return comm
+
+
+def _nccl(store: Store, rank: int, size: int) -> DeviceLinks | None:
+    if size == 1:
+        return None
     try:
-        peers = _peer_sum(group, device)
-        fault = _probe(group, peers)
-    except KernelError as error:
-        fault = str(error)
-    faults = _everywhere(group, fault)
-    if any(faults):
-        bad = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(faults) if each)
-        logger.warning("sums go through NCCL alone: %s", bad)
-        peers = None
-    return DeviceComm(group, peers)
+        from torch._C._distributed_c10d import ProcessGroupNCCL
+    except ImportError as error:
+        raise ConfigError(
+            "this build of torch has no NCCL, through which several GPUs work together; install "
+            "one that has it, or use --device cpu"
+        ) from error
+    nccl: Any = ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = min(NEVER, options._timeout * 100)  # the monitor says when to give up
+    links: DeviceLinks = nccl(store, rank, size, options)
+    return links
 
 
-def _peer_sum(group: dist.ProcessGroup, device: Device) -> PeerSum:
-    size, rank = group.size(), group.rank()
-    window = PeerWindow(window_bytes(PEER_BYTES, size), rank, lambda data: _everywhere(group, data))
+def _probe_nccl(group: Group, comm: DeviceComm, device: torch.device) -> None:
+    """Send known values through every connection, in one order that all ranks share."""
+
+    def pattern(number: int) -> Tensor:
+        return torch.arange(PROBE_VALUES, dtype=torch.float32, device=device) + number
+
+    faults = []
+    if comm.stage is not None:
+        found = comm.sum(pattern(comm.stage.rank()))
+        size = comm.stage.size()
+        expected = tree_sum([pattern(rank) for rank in range(size)])
+        _finish(group, "NCCL's probe among tensor ranks")
+        faults += [] if torch.equal(found, expected) else ["sums of tensor ranks"]
+    stage, last = group.stage, group.config.pipeline - 1
+    for cut in range(last):  # cut after cut, as streams travel
+        if stage == cut:
+            comm.send(pattern(cut))
+        elif stage == cut + 1:
+            found = comm.receive(pattern(-1))
+            _finish(group, f"NCCL's probe from stage {cut}")
+            faults += [] if torch.equal(found, pattern(cut)) else [f"what stage {cut} sends"]
+    if comm.column is not None:
+        found = comm.from_last(pattern(stage))
+        _finish(group, "NCCL's probe from the last stage")
+        faults += [] if torch.equal(found, pattern(last)) else ["what the last stage sends"]
+    _finish(group, "NCCL's probe")
+    if faults:
+        reason = f"NCCL brings {group.name} wrong values: {' and '.join(faults)}"
+        raise GroupError(group.monitor.fail(reason))
+
+
+def _finish(group: Group, what: str, limit_s: float = NCCL_PROBE_S) -> None:
+    """Wait for the GPU, unless the group ends or it takes longer than limit_s."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    group.monitor.phase = what
+    until = monotonic() + limit_s
+    while not event.query():  # type: ignore[no-untyped-call]
+        group.monitor.require_sound()
+        if monotonic() > until:
+            reason = f"{group.name} waited {limit_s:g} s in {what}"
+            raise GroupError(group.monitor.fail(reason))
+        sleep(0.001)
+
+
+def _peers(group: Group, device: Device, ways: Sequence[Way]) -> PeerLinks | None:
+    """The first way in which every rank finds what was sent; None if there is no such."""
+
+    def exchange(data: bytes) -> Sequence[bytes]:
+        return group.exchange(data, "exchange of windows")
+
+    for way in ways:
+        fault, links = "", None
+        try:
+            window = _window(way, group, exchange)
+            links = _links(group, device, window)
+            fault = _probe_peers(group, links)
+        except KernelError as error:
+            fault = str(error)
+        faults = [each.decode() for each in exchange(fault.encode()[:200])]
+        if not any(faults):
+            logger.info("small messages between ranks go through %s memory", way)
+            return links
+        bad = "; ".join(sorted({each for each in faults if each}))
+        logger.warning("small messages between ranks cannot go through %s memory: %s", way, bad)
+    logger.warning("all messages between ranks go through NCCL")
+    return None
+
+
+def _window(way: Way, group: Group, exchange: Exchange) -> Window:
+    size, rank = group.size, group.tensor_rank
+    num_bytes = window_bytes(PEER_BYTES, size)
+    if way == "peer":
+        return PeerWindow(num_bytes, rank, exchange)
+    name = f"{group.key}-{group.stage}"
+    return HostWindow(num_bytes, rank, size, name, exchange, register_host)
+
+
+def _links(group: Group, device: Device, window: Window) -> PeerLinks:
     with torch.inference_mode(False):  # to stay writable outside of a forward pass
         turns = torch.zeros(CTAS, dtype=torch.int32, device=device.torch_device)
-    return PeerSum(device.launcher, window.addresses, rank, PEER_BYTES, turns, device.error)
+        limit_ns = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+    rank, addresses = group.tensor_rank, window.addresses
+    return PeerLinks(device.launcher, addresses, rank, PEER_BYTES, turns, device.error, limit_ns)
 
 
-def _probe(group: dist.ProcessGroup, peers: PeerSum) -> str:
+def _probe_peers(group: Group, peers: PeerLinks) -> str:
     """What is wrong with sums of known terms; "" if nothing. Ends when a rank does not come."""
-    size, device = group.size(), peers.turns.device
+    size, device = len(peers.windows), peers.turns.device
+    peers.wait_at_most(PROBE_WAIT_S)
     for turn in range(PROBE_ROUNDS):
         numbers = torch.arange(PEER_BYTES // 4, dtype=torch.float32, device=device) + turn
-        found = peers(numbers * (1 + peers.rank))
+        found = peers.sum(numbers * (1 + peers.rank))
+        _finish(group, "the probe of windows")
         if int(peers.error):
             error, _ = int(peers.error), peers.error.zero_()
-            return f"error bits {error:#x} after round {turn}: a rank did not come"
+            return f"error bits {error:#x} in round {turn}: a rank did not come"
         if not torch.equal(found, numbers * (size * (size + 1) // 2)):
             return f"round {turn} brought wrong sums"
     return ""
-
-
-def _everywhere(group: dist.ProcessGroup, mine: T) -> list[T]:
-    """Every rank's value, in rank order."""
-    found: list[T] = [mine] * group.size()
-    dist.all_gather_object(found, mine, group=group)
-    return found

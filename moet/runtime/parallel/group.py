@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from time import monotonic, sleep
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from torch._C._distributed_c10d import (
 from moet.config import ParallelConfig
 from moet.errors import ConfigError
 from moet.kernels.gemm import tree_sum
-from moet.models.sharding import Shard
+from moet.models.sharding import Comm, Shard
 from moet.runtime.parallel.monitor import GroupError, Monitor
 
 logger = logging.getLogger(__name__)
@@ -42,10 +42,12 @@ JOIN_TIMEOUT_S = 120.0
 PROBE_TIMEOUT_S = 30.0
 PROBE_WORDS = 1 << 16
 INLINE_BYTES = 4096 - 8  # of an announcement that goes along with its length
-MAX_UNDECIDED = 2  # steps whose results have not been compared yet
+MAX_UNDECIDED = 2  # results that have not been compared yet
+EXCHANGE_BYTES = 256
 LOOPBACK = "127.0.0.1"
 
 
+T = TypeVar("T")
 _GLOO: Any = ProcessGroupGloo  # its stub lacks what is used here
 
 
@@ -56,6 +58,18 @@ class Links(Protocol):
     def size(self) -> int: ...
     def allgather(self, outs: list[list[Tensor]], x: list[Tensor]) -> Work: ...
     def broadcast(self, x: list[Tensor], options: BroadcastOptions) -> Work: ...
+
+
+class RankComm(Comm, Protocol):
+    """The Comm of a rank in a group."""
+
+    def begin_step(self) -> None: ...
+
+    def wait_at_most(self, seconds: float) -> None:
+        """How long a device waits for the other ranks, if it does so by itself."""
+        ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +92,7 @@ class Group:
         self.size = config.tensor
         self.stage, self.tensor_rank = divmod(place.rank, config.tensor)
         self.monitor = monitor
+        self.key = f"{place.port}-{place.attempt}"  # what no other group of the host has now
         self.step = 0
         self.lost: Callable[[], str | None] = lambda: (
             None
@@ -87,14 +102,8 @@ class Group:
         self.world = self._gloo("world", place.rank, config.num_ranks)
         self.verdicts = self._gloo("verdicts", place.rank, config.num_ranks)
         self._undecided: deque[tuple[Work, list[Tensor], str]] = deque()
-        stage, last, column = self.stage, config.pipeline - 1, f"column{self.tensor_rank}"
-        self.comm = GroupComm(
-            self,
-            self._gloo(f"stage{stage}", self.tensor_rank, self.size),
-            self._gloo(column, stage, config.pipeline),
-            self._gloo(f"{column}/{stage - 1}", 1, 2) if stage > 0 else None,
-            self._gloo(f"{column}/{stage}", 0, 2) if stage < last else None,
-        )
+        self._stage, column, before, behind = self.connections("gloo", self._gloo_links)
+        self.comm: RankComm = GroupComm(self, self._stage, column, before, behind)
 
     @classmethod
     def join(
@@ -133,6 +142,31 @@ class Group:
             raise GroupError(monitor.fail(message)) from error
         logger.info("%s has joined %d ranks", name(place.rank), num_ranks)
         return group
+
+    def connections(
+        self, kind: str, connect: Callable[[Store, int, int], T]
+    ) -> tuple[T, T, T | None, T | None]:
+        """Links to the tensor ranks of the stage, to those of this number in all stages, and to the
+        rank before and the one behind in the pipeline. Every rank must make them alike.
+
+        connect: makes one, given a store of its own, this one's rank there, and how many they are.
+        """
+        stage, last, column = self.stage, self.config.pipeline - 1, f"column{self.tensor_rank}"
+
+        def link(name: str, rank: int, size: int) -> T:
+            return connect(PrefixStore(f"{kind}/{name}", self._store), rank, size)
+
+        return (
+            link(f"stage{stage}", self.tensor_rank, self.size),
+            link(column, stage, self.config.pipeline),
+            link(f"{column}/{stage - 1}", 1, 2) if stage > 0 else None,
+            link(f"{column}/{stage}", 0, 2) if stage < last else None,
+        )
+
+    def use(self, comm: RankComm) -> None:
+        """Take another comm, and end it when the group ends."""
+        self.comm = comm
+        self.monitor.at_end(comm.close)
 
     @property
     def shard(self) -> Shard:
@@ -194,14 +228,14 @@ class Group:
         return torch.cat(parts).numpy().tobytes()
 
     def agree(self, digest: bytes, what: str) -> None:
-        """Compare 16 bytes with every rank's, a step or two later: nobody waits for the others now.
+        """Compare 16 bytes with every rank's, two calls later: nobody waits for the others now.
 
         Raises GroupError naming those that differed.
         """
         mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
         outs = [torch.empty_like(mine) for _ in range(self.verdicts.size())]
         work = self.verdicts.allgather([outs], [mine])
-        self._undecided.append((work, outs, f"{what} of step {self.step}"))
+        self._undecided.append((work, outs, what))
         while len(self._undecided) > MAX_UNDECIDED:
             self._decide()
 
@@ -224,6 +258,7 @@ class Group:
     def close(self) -> None:
         """Leave. The others are expected to, too."""
         self.monitor.close()
+        self.comm.close()
 
     # Collectives
 
@@ -276,11 +311,27 @@ class Group:
         options.rootRank = 0
         self.wait(self.world.broadcast([x], options), what)
 
+    def exchange(self, data: bytes, what: str) -> list[bytes]:
+        """Up to 255 bytes of every tensor rank of the stage, in rank order."""
+        assert len(data) < EXCHANGE_BYTES
+        mine = torch.zeros(EXCHANGE_BYTES, dtype=torch.uint8)
+        mine[: 1 + len(data)] = torch.tensor([len(data), *data], dtype=torch.uint8)
+        every = self.gathered(self._stage, mine, what)
+        return [bytes(each[1 : 1 + int(each[0])].tolist()) for each in every]
+
+    def least(self, value: int, what: str) -> int:
+        """The least of every rank's values."""
+        every = self.gathered(self.world, torch.tensor([value]), what)
+        return min(int(each) for each in every)
+
     def _gloo(self, name: str, rank: int, size: int) -> Links:
+        return self._gloo_links(PrefixStore(name, self._store), rank, size)
+
+    def _gloo_links(self, store: Store, rank: int, size: int) -> Links:
         options = _GLOO._Options()
         options._devices = [self._device]
         options._timeout = NEVER
-        links: Links = _GLOO(PrefixStore(name, self._store), rank, size, options)
+        links: Links = _GLOO(store, rank, size, options)
         return links
 
 
@@ -340,6 +391,12 @@ class GroupComm:
     def begin_step(self) -> None:
         """Number collectives from 1 again."""
         self._number = 0
+
+    def wait_at_most(self, seconds: float) -> None:
+        """Waits end by what the monitor says."""
+
+    def close(self) -> None:
+        """Connections end with the process."""
 
     def _what(self, kind: str) -> str:
         self._number += 1

@@ -54,6 +54,7 @@ class Monitor:
         self._timeout_s = timeout_s
         self._name = name
         self._beats = 0
+        self._ends: list[Callable[[], None]] = []
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._beat()
@@ -70,7 +71,12 @@ class Monitor:
                 self.failure = reason
                 logger.error("the group ends: %s", reason)
                 threading.Thread(target=self._publish, args=(reason,), daemon=True).start()
+                self._end()
             return self.failure
+
+    def at_end(self, end: Callable[[], None]) -> None:
+        """Call this, from a thread of its own, once the group has failed."""
+        self._ends.append(end)
 
     def require_sound(self) -> None:
         """Raise GroupError if the group has ended."""
@@ -85,6 +91,10 @@ class Monitor:
         """What every other rank last said it was doing."""
         texts = self._read()
         return "; ".join(f"{self._name(o)}: {t}" for o, t in zip(self._others, texts, strict=True))
+
+    def _end(self) -> None:
+        for end in self._ends:
+            threading.Thread(target=end, name="moet-end", daemon=True).start()
 
     def _publish(self, reason: str) -> None:
         try:
@@ -121,7 +131,9 @@ class Monitor:
                 return
             if told:
                 with self._lock:
-                    self.failure = self.failure or told
+                    if self.failure is None:
+                        self.failure = told
+                        self._end()
                 return
             now = monotonic()
             slept, last = now - last > self._timeout_s / 2, now

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moet.runtime.batch import Admit, Batch, Command, Release, Row, StepResult
 from moet.runtime.sampler import Proposal
-from moet.runtime.sequence import Sequence
+from moet.runtime.sequence import Sequence, Status
 from moet.types import Request, SamplingParams
 
 _KINDS: Mapping[str, Any] = {
@@ -26,9 +26,23 @@ _KINDS: Mapping[str, Any] = {
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.int32, torch.int64, torch.bool)}
 
 
-def encode(batch: Batch) -> bytes:
-    """A batch for `StepReader`. Grammars stay behind: rows bring the masks made of them."""
-    return msgspec.msgpack.encode(_plain(batch))
+class StepWriter:
+    """Makes bytes of batches, for `StepReader`. Knows who has which slot, since a command to let go
+    of one does not say whether that sequence is finished or will come back."""
+
+    def __init__(self) -> None:
+        self._owners: dict[int, Sequence] = {}
+
+    def write(self, batch: Batch) -> bytes:
+        """A batch. Grammars stay behind: rows bring the masks made of them."""
+        finished = []
+        for command in batch.commands:
+            if isinstance(command, Admit):
+                self._owners[command.slot] = command.seq
+            elif isinstance(command, Release):
+                owner = self._owners.pop(command.slot, None)
+                finished.append(owner is not None and owner.status is Status.FINISHED)
+        return msgspec.msgpack.encode([_plain(batch), finished])
 
 
 def _plain(value: Any) -> Any:
@@ -45,7 +59,8 @@ def _plain(value: Any) -> Any:
         case Admit(seq, slot, num_tokens):
             request = msgspec.structs.replace(seq.request, grammar=None)
             output = seq.token_ids[seq.prompt_len : num_tokens]
-            body = [msgspec.msgpack.encode(request), output, seq.seed, seq.num_spec_tokens]
+            numbers = [seq.arrival, seq.seed, seq.num_spec_tokens]
+            body = [msgspec.msgpack.encode(request), output, *numbers]
             return {"a": [body, slot, num_tokens]}
         case _:
             name = type(value).__name__
@@ -63,14 +78,16 @@ class StepReader:
         self._requests = msgspec.msgpack.Decoder(Request)
 
     def read(self, data: bytes) -> Batch:
-        """The batch that `encode` was given, but for what only its scheduler needs."""
-        batch = self._made(msgspec.msgpack.decode(data))
+        """The batch that was written, but for what only its scheduler needs."""
+        plain, finished = msgspec.msgpack.decode(data)
+        batch = self._made(plain)
         assert isinstance(batch, Batch)
-        for command in batch.commands:
-            if isinstance(command, Release):
-                request_id = self._slots.pop(command.slot, None)
-                if request_id is not None and request_id not in self._slots.values():
-                    del self._sequences[request_id]
+        releases = [each for each in batch.commands if isinstance(each, Release)]
+        for command, is_finished in zip(releases, finished, strict=True):
+            request_id = self._slots.pop(command.slot, None)
+            if request_id is not None and request_id not in self._slots.values():
+                seq = self._sequences.pop(request_id)
+                seq.status = Status.FINISHED if is_finished else seq.status
         return batch
 
     def _made(self, value: Any) -> Any:
@@ -99,24 +116,24 @@ class StepReader:
         seq = self._sequences.get(request_id)
         if seq is None:
             nothing = Request(request_id=request_id, prompt_token_ids=[], params=SamplingParams())
-            seq = _sequence(nothing, [], 0)
+            seq = _sequence(nothing, [], 0, 0)
         seq.num_spec_tokens = num_spec_tokens
         return seq
 
     def _admitted(self, body: list[Any], slot: int, num_tokens: int) -> Admit:
-        packed, output, seed, num_spec_tokens = body
+        packed, output, arrival, seed, num_spec_tokens = body
         request = self._requests.decode(packed)
-        seq = _sequence(request, output, seed)
+        seq = _sequence(request, output, arrival, seed)
         seq.num_spec_tokens = num_spec_tokens
         self._sequences[request.request_id] = seq
         self._slots[slot] = request.request_id
         return Admit(seq, slot, num_tokens)
 
 
-def _sequence(request: Request, output: list[int], seed: int) -> Sequence:
+def _sequence(request: Request, output: list[int], arrival: int, seed: int) -> Sequence:
     return Sequence(
         request=request,
-        arrival=0,
+        arrival=arrival,
         seed=seed,
         max_len=0,
         root=b"",

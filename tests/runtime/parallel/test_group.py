@@ -110,7 +110,7 @@ def test_a_rank_that_samples_another_token_ends_the_group() -> None:
         for step in range(5):
             group.begin_step()
             token = 7 if group.rank == 1 and step == 2 else 0
-            group.agree(bytes([token]) * 16, "the tokens")
+            group.agree(bytes([token]) * 16, f"the tokens of step {group.step}")
         group.settle()
 
     for error in together(ParallelConfig(tensor=2), work, same):

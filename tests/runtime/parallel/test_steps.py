@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from moet.runtime.batch import Admit, Batch, Release, Row, SetPages, StepResult, SwapOut
-from moet.runtime.parallel.steps import StepReader, digest, encode
+from moet.runtime.parallel.steps import StepReader, StepWriter, digest
 from moet.runtime.sampler import Proposal
-from moet.runtime.sequence import Sequence
+from moet.runtime.sequence import Sequence, Status
 from moet.types import Request, SamplingParams
 
 
@@ -32,6 +32,10 @@ def sequence(request_id: str = "a", output: tuple[int, ...] = (9,)) -> Sequence:
         token_ids=[1, 2, 3, *output],
         num_spec_tokens=2,
     )
+
+
+def encode(batch: Batch) -> bytes:
+    return StepWriter().write(batch)
 
 
 def test_a_batch_arrives_as_it_was() -> None:
@@ -58,7 +62,7 @@ def test_a_batch_arrives_as_it_was() -> None:
     assert isinstance(admit, Admit)
     assert isinstance(swap, SwapOut)
     assert (admit.slot, admit.num_tokens, swap.page_blocks) == (2, 4, [2])
-    for name in ("token_ids", "seed", "prompt_len", "num_spec_tokens", "request"):
+    for name in ("token_ids", "arrival", "seed", "prompt_len", "num_spec_tokens", "request"):
         assert getattr(admit.seq, name) == getattr(seq, name)
     (got,) = found.rows
     assert got.seq is admit.seq
@@ -72,12 +76,15 @@ def test_a_batch_arrives_as_it_was() -> None:
 
 
 def test_sequences_live_as_long_as_their_slot() -> None:
-    reader = StepReader()
+    writer, reader = StepWriter(), StepReader()
     for n in range(50):
         seq = sequence(f"r{n}")
         row = Row(seq, 0, 0, 0, 3, [1, 2, 3], True)
-        reader.read(encode(Batch([Admit(seq, 0, 3)], [row])))
-        reader.read(encode(Batch([Release(0)], [])))
+        found = reader.read(writer.write(Batch([Admit(seq, 0, 3)], [row]))).rows[0].seq
+        if n % 2:  # others leave for a while
+            seq.status = Status.FINISHED
+        reader.read(writer.write(Batch([Release(0)], [])))
+        assert (found.status is Status.FINISHED) == (n % 2 == 1)
     assert len(reader._sequences) == 0
 
 
@@ -92,7 +99,7 @@ def test_output_that_was_sampled_since_is_not_sent() -> None:
 def test_only_batches_come_out() -> None:
     data = msgspec.msgpack.encode({"d": ["Popen", {"args": "true"}]})
     with pytest.raises(KeyError):
-        StepReader().read(data)
+        StepReader()._made(msgspec.msgpack.decode(data))
     with pytest.raises(AssertionError):
         encode(Batch([object()], []))  # type: ignore[list-item]
 
