@@ -179,17 +179,11 @@ def _few(
         token_ids=None if router.table is None else token_ids,
         positions=positions,
     )
-    if type(table) is not ExpertTable:  # what has to come has a slot only once it is prepared
-        table.prepare(choice.expert_ids)
-        choice = decode_experts.given(
-            device.launcher,
-            choice.expert_ids,
-            choice.weights,
-            table.slot_of,
-            x.plain().shape[1],
-            error=device.error,
-        )
-        table.join()
+    table.prepare(
+        choice.expert_ids,
+        (choice.chosen, choice.num_chosen),
+        (choice.work.entries, choice.work.num_entries),
+    )
     if x.num_rows <= device.paired_rows and paired_experts.fits(device.launcher, pool, shared):
         return paired_experts.mix_in_pairs(
             device.launcher,

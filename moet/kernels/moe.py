@@ -44,10 +44,11 @@ class ExpertTable:
     slot_of: Tensor
     bases: Tensor | None = None
 
-    def prepare(self, expert_ids: Tensor) -> None:
+    def prepare(self, expert_ids: Tensor, *lists: tuple[Tensor, Tensor]) -> None:
         """On a GPU, before the experts are read: these will be. Nothing to do where all are there.
 
-        expert_ids: [n, top_k] int64, contiguous.
+        expert_ids: [n, top_k] int64, contiguous. lists: what has listed them already, with lengths,
+        and is to have their slots filled in (`expert_cache_device.resolve_on_device`).
         """
 
     def join(self) -> None:

@@ -118,8 +118,8 @@ class ExpertProvider(Protocol):
 class ResidentProvider(ExpertProvider, Protocol):
     """A provider that has every expert on the device for good, so that no step need ask for one."""
 
-    def resident(self, layer_idx: int) -> ExpertTable:
-        """The table of a layer, the same one at any time."""
+    def resident(self, layer_idx: int, num_rows: int = 1) -> ExpertTable:
+        """The table of a layer for a step of num_rows rows, as long as that step."""
         ...
 
 

@@ -24,7 +24,7 @@ from moet.runtime.batch import Batch, StepResult
 from moet.runtime.device_runner import DeviceModel, DeviceRunner, Placement
 from moet.runtime.draft_length import CostMeter
 from moet.runtime.experts.precision import PrecisionSet
-from moet.runtime.experts.serving import ServedExperts
+from moet.runtime.experts.serving import Served
 from moet.runtime.grammar_check import check_grammar
 from moet.runtime.grammar_compiler import CompileJob, GrammarCompiler
 from moet.runtime.kv_cache import KVCache, resume_bytes
@@ -87,7 +87,7 @@ class EngineCore:
         expert_stats: Callable[[], ExpertStats] = lambda: ExpertStats(layers=[]),
         placement: Placement | None = None,
         precisions: PrecisionSet | None = None,
-        served: ServedExperts | None = None,
+        served: Served | None = None,
     ) -> None:
         spec = model.kv_cache_spec()
         num_seqs = scheduler.max_num_seqs
@@ -570,6 +570,7 @@ def _runner(
         max_pages_per_seq=max_pages,
         max_rows_per_seq=1 + scheduler.num_spec_tokens,
         draft_model=draft_model,
+        precisions=precisions,
     )
 
 

@@ -22,6 +22,7 @@ from moet.runtime.chunk_runner import ChunkRunner, PendingChunks
 from moet.runtime.chunks import Chunk
 from moet.runtime.device_sampler import kind_of, read_report
 from moet.runtime.drawn_drafts import DrawnDrafts
+from moet.runtime.experts.precision import PrecisionSet
 from moet.runtime.graph_runner import GraphRunner, StepModel
 from moet.runtime.kv_cache import KVCache
 from moet.runtime.model_runner import NAN_MESSAGE, ModelRunner, fail
@@ -40,12 +41,13 @@ class DeviceModel(Model, StepModel, StepDraftModel, Protocol):
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Where steps run and how they are captured. fault: [1] int32 that kernels set, or None. arch:
-    of the ops around the model."""
+    of the ops around the model. explain: says more of the last faults, or None."""
 
     queue: Queue
     capture: Capture
     fault: Tensor | None = None
     arch: str = "reference"
+    explain: Callable[[], str | None] | None = None
 
 
 class DeviceRunner:
@@ -67,10 +69,14 @@ class DeviceRunner:
         max_pages_per_seq: int,
         max_rows_per_seq: int,
         draft_model: DraftingModel | None = None,
+        precisions: PrecisionSet | None = None,
         progress: Callable[[float], None] = lambda done: None,
     ) -> None:
-        """max_rows_per_seq: of a decoding sequence, one and its drafts."""
-        self.queue = placement.queue
+        """max_rows_per_seq: of a decoding sequence, one and its drafts. precisions: who computes
+        which row, `experts` those that decode by the default policy; None: experts do."""
+        self.queue, self._explain = placement.queue, placement.explain
+        self._precisions = precisions or PrecisionSet.single(experts)
+        of_prompts = self._precisions.of_prompt(self._precisions.default)
         self.eager = ModelRunner(
             model,
             experts,
@@ -79,6 +85,7 @@ class DeviceRunner:
             num_seq_slots=num_seq_slots,
             max_pages_per_seq=max_pages_per_seq,
             draft_model=draft_model,
+            precisions=precisions,
         )
         state, table, page_size = sampler.tensors(), self.eager.page_table, kv.spec.page_size
         self.graphs = GraphRunner(
@@ -99,7 +106,7 @@ class DeviceRunner:
         )
         self._chunks = ChunkRunner(
             model,
-            experts,
+            self._precisions.providers[of_prompts],
             kv.tensors,
             state,
             table,
@@ -130,7 +137,7 @@ class DeviceRunner:
         Never raises for a fault of the work: it is in the result's errors.
         """
         result = StepResult()
-        pending = PendingBatch(batch.rows, result)
+        pending = PendingBatch(batch.rows, result, self._explain)
         with self.queue.working():
             if self._drawn is not None:
                 self._drawn.follow(batch.commands)
@@ -167,13 +174,13 @@ class DeviceRunner:
 
     def _parts(self, batch: Batch, indices: list[int]) -> tuple[list[int], list[int], list[int]]:
         """Places of the rows that a graph, a chunk pass and the eager runner take: the last one
-        those of prompts whose log-probabilities are wanted."""
+        those of prompts whose log-probabilities are wanted, and of policies that no graph has."""
         decoding: list[int] = []
         chunks: list[int] = []
         others: list[int] = []
         for i in indices:
             row = batch.rows[i]
-            if row.first_logprob >= 0:
+            if row.first_logprob >= 0 or not self._is_usual(row):
                 others.append(i)
             elif row.num_drafts or (i < batch.num_decoding and row.num_samples == row.num_tokens):
                 decoding.append(i)
@@ -182,6 +189,15 @@ class DeviceRunner:
             else:
                 others.append(i)
         return decoding, chunks, others
+
+    def _is_usual(self, row: Row) -> bool:
+        """Whether graphs and chunks have the experts that a row's policy names."""
+        precisions = self._precisions
+        policy = precisions.policy(row.seq.request.params.precision)
+        if policy == precisions.default:
+            return policy != "gate" or row.end <= row.seq.prompt_len
+        names = (precisions.of_prompt, precisions.of_rows)
+        return policy != "gate" and all(of(policy) == of(precisions.default) for of in names)
 
     def check(self) -> None:
         """Raise AssertionError if a result was never read, or captured tensors have moved."""
@@ -194,6 +210,7 @@ class PendingBatch:
 
     rows: list[Row]
     made: StepResult
+    explain: Callable[[], str | None] | None = None
     decoded: Sequence[int] = ()
     step: PendingStep | None = None
     chunked: Sequence[int] = ()
@@ -233,6 +250,9 @@ class PendingBatch:
 
     def _fault(self, indices: Sequence[int], fault: int) -> None:
         message = f"the step failed: the device's kernels reported fault {fault:#x}"
+        why = None if self.explain is None else self.explain()
+        if why is not None:
+            message += f": {why}"
         self.made.errors.update(dict.fromkeys(indices, message))
         self.made.failed = True
 

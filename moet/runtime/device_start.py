@@ -19,13 +19,14 @@ from moet.kernels.device_gemm import Device
 from moet.models import load_model
 from moet.models.base import ExpertProvider, Model
 from moet.models.dummy import DummyOptions
-from moet.models.footprint import footprint
+from moet.models.footprint import Footprint, footprint
 from moet.models.glm_moe_dsa_config import ARCHITECTURE as GLM
 from moet.models.pack import Pack
 from moet.runtime.device_runner import Placement
 from moet.runtime.dummy import dummy_model, open_device, used_layers
-from moet.runtime.experts.gpu import open_cached
-from moet.runtime.experts.load import pack_experts
+from moet.runtime.experts.layer_stream import NUM_BUFFERS
+from moet.runtime.experts.serving import Served, formats_of
+from moet.runtime.experts.serving_gpu import DeviceServed
 from moet.runtime.hardware import GIB, Hardware, hardware
 from moet.runtime.host import Progress
 from moet.runtime.memory import plan
@@ -70,11 +71,11 @@ def _obstacle(config: EngineConfig, raw_config: Mapping[str, Any] | None) -> str
         return f"--kv-cache-dtype {config.cache.kv_dtype} is the CPU reference's; a GPU keeps fp8"
     if config.parallel.num_ranks > 1:
         return "several ranks run on the CPU reference only so far"
-    if not replace(config.experts, pool_bytes=None).is_plain:
-        return (
-            "policies other than w2 and fp4, prompts of another precision, an FP4 pool and traces "
-            "are the CPU reference's so far"
-        )
+    experts = config.experts
+    if experts.trace_file is not None:
+        return "traces of experts are the CPU reference's so far"
+    if "w2+hot" in {experts.policy, *experts.offered}:
+        return "the policy w2+hot is the CPU reference's so far"
     if raw_config is not None and (raw_config.get("architectures") or [None])[0] == GLM:
         return "GLM-5.2 runs on the CPU reference only so far"
     return None
@@ -101,13 +102,16 @@ def plan_device(
         host_cache_bytes=cache.host_budget_bytes + cache.host_cache_bytes,
         snapshot_bytes=0 if cache.prefix_cache == "off" else cache.snapshot_budget_bytes,
     )
-    made = plan(model, this_gpu(gpu.torch_device), chosen)
-    if not made.resident and made.experts.num_host < made.experts.num_rows:
+    card = this_gpu(gpu.torch_device)
+    card = replace(card, memory_bytes=card.memory_bytes - _expert_bytes(config, model))
+    made = plan(model, card, chosen)
+    if not made.resident and made.experts.num_disk and not config.experts.disk:
         need = made.experts.num_rows * made.experts.row_bytes / GIB
         raise ConfigError(
             f"{made.hardware}: the {config.settings.precision} experts are {need:.1f} GiB and fit "
-            "neither beside the rest nor into host memory; lower --max-model-len, "
-            "--kv-cache-memory or --max-num-seqs, choose --precision w2, or run with --device cpu"
+            "neither beside the rest nor into host memory, and --no-disk-experts forbids to read "
+            "them while serving; lower --max-model-len, --kv-cache-memory or --max-num-seqs, "
+            "choose --precision w2, or run with --device cpu"
         )
     num_bytes = made.kv.num_pages * model.kv.bytes_per_page
     window = scheduler.max_model_len or made.kv.max_model_len
@@ -142,28 +146,28 @@ def this_gpu(device: torch.device) -> Hardware:
     )
 
 
-def num_expert_slots(config: EngineConfig, made: Plan) -> int | None:
-    """Slots of the expert pool; None if every expert is to be on the GPU for good.
-
-    Raises ConfigError if a layer of a prompt would not fit.
-    """
-    pool_bytes, experts = config.experts.pool_bytes, made.experts
-    if pool_bytes is None:
-        return None if made.resident else experts.num_static + experts.num_cached
-    num_slots = pool_bytes // experts.row_bytes
-    least = made.experts.num_layer_rows
-    if num_slots < least:
-        raise ConfigError(
-            f"--expert-pool gives {num_slots} slots of {experts.row_bytes} bytes; a prompt asks "
-            f"for up to {least} experts of a layer: give it {least * experts.row_bytes / GIB:.2f}"
-        )
-    return None if num_slots >= experts.num_rows and made.resident else num_slots
+def _expert_bytes(config: EngineConfig, model: Footprint) -> int:
+    """Memory of a card that experts take beside what the plan counts: pools of a second format, and
+    of each format in tiers the two layers that prompts pass through."""
+    tiers, taken = formats_of(config), 0
+    for tier in tiers:
+        row_bytes = model.row_bytes[tier]
+        if tier != tiers[0]:
+            pool_bytes = config.experts.fp4_pool_bytes
+            taken += model.num_experts * row_bytes if pool_bytes is None else pool_bytes
+        elif config.experts.pool_bytes is None:
+            continue  # resident, or with the staging that is in the plan
+        taken += NUM_BUFFERS * model.num_experts * row_bytes
+    return taken
 
 
 def load_pack(
-    config: EngineConfig, pack: Pack, gpu: Device, progress: Progress, num_slots: int | None = None
-) -> tuple[Model, ExpertProvider]:
-    """A pack's weights on the GPU. num_slots: of experts, the rest in host memory; None: all."""
+    config: EngineConfig, pack: Pack, gpu: Device, progress: Progress, made: Plan
+) -> tuple[Model, DeviceServed]:
+    """A pack's weights on the GPU, its experts as far as they fit or are wanted there.
+
+    Raises ConfigError if a step's experts would not fit.
+    """
     progress("weights", 0.0)
     num_spec_tokens = config.scheduler.num_spec_tokens
     model = load_model(
@@ -172,24 +176,15 @@ def load_pack(
     layers = used_layers(
         pack.experts.layers, int(pack.config["num_hidden_layers"]), num_spec_tokens
     )
-    if num_slots is not None:
-        cached = open_cached(
-            pack,
-            config.settings.precision,
-            layers,
-            gpu,
-            num_slots,
-            lambda done, total: progress("experts", done / total),
-        )
-        return model, cached
-    experts = pack_experts(
+    served = DeviceServed(
         pack,
-        config.settings.precision,
+        config,
+        made.experts,
+        gpu,
         layers,
-        gpu.torch_device,
-        lambda report: progress("experts", report.done_bytes / report.total_bytes),
+        lambda done, total: progress("experts", done / total),
     )
-    return model, experts
+    return model, served
 
 
 def load_dummy(
@@ -209,9 +204,10 @@ def load_dummy(
     return made.model, made.experts
 
 
-def place(config: EngineConfig, gpu: Device) -> Placement:
-    """A stream for the steps, and how they are captured."""
+def place(config: EngineConfig, gpu: Device, served: Served | None = None) -> Placement:
+    """A stream for the steps, and how they are captured. served: explains faults of experts."""
     queue = CudaQueue(gpu.torch_device)
     torch.cuda.synchronize(gpu.torch_device)  # the weights were made on another stream
     capture = uncaptured if config.target.enforce_eager else CudaGraphs(queue)
-    return Placement(queue, capture, gpu.error, gpu.arch)
+    explain = None if served is None else served.explain
+    return Placement(queue, capture, gpu.error, gpu.arch, explain)

@@ -34,12 +34,11 @@ from moet.runtime.core import EngineCore
 from moet.runtime.device_start import (
     load_dummy,
     load_pack,
-    num_expert_slots,
     place,
     plan_device,
     settle_device,
 )
-from moet.runtime.experts.serving import ServedExperts, resident_store
+from moet.runtime.experts.serving import Served, ServedExperts, resident_store
 from moet.runtime.experts.store import ResidentExpertStore
 from moet.runtime.experts.usage import CountedExperts
 from moet.runtime.grammar_compiler import GrammarCompiler
@@ -97,9 +96,9 @@ def _device_core(config: EngineConfig, gpu: Device, progress: Progress) -> Engin
     """A core over a pack, on a GPU."""
     pack = open_pack(config.model, progress)
     config, made = plan_device(config, pack.config, gpu)
-    num_slots = num_expert_slots(config, made)
-    model, experts = load_pack(config, pack, gpu, progress, num_slots)
-    return _core_on(config, gpu, model, experts, _kv_identity(pack, config), progress)
+    model, served = load_pack(config, pack, gpu, progress, made)
+    experts, identity = served.precisions.drafting, _kv_identity(pack, config)
+    return _core_on(config, gpu, model, experts, identity, progress, served)
 
 
 def _core_on(
@@ -109,6 +108,7 @@ def _core_on(
     experts: ExpertProvider,
     kv_identity: str,
     progress: Progress,
+    served: Served | None = None,
 ) -> EngineCore:
     tokenizer = Tokenizer.from_folder(text_folder(config))
     core = EngineCore(
@@ -121,7 +121,8 @@ def _core_on(
         seed=config.seed,
         grammars=GrammarCompiler(lambda: tokenizer, model.vocab_size),
         kv_identity=kv_identity,
-        placement=place(config, gpu),
+        placement=place(config, gpu, served),
+        served=served,
     )
     progress("ready", 1.0)
     return core

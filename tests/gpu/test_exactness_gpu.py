@@ -128,7 +128,7 @@ class Moved:
             rows[slots] = table.rows[table.slot_of]
             self.tables[layer_idx] = ExpertTable(table.format, rows, slots, table.bases)
 
-    def resident(self, layer_idx: int) -> ExpertTable:
+    def resident(self, layer_idx: int, num_rows: int = 1) -> ExpertTable:
         return self.tables[layer_idx]
 
     def resolve(self, layer_idx: int, expert_ids: torch.Tensor) -> ExpertTable:

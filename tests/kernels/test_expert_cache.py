@@ -15,19 +15,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moet.errors import CapacityError
-from moet.kernels.expert_cache import (
+from moet.kernels.expert_cache import MAX_USES, STATIC_USES, CacheTables, fetch, resolve
+from moet.kernels.expert_cache_device import (
     ERROR_CAPACITY,
     ERROR_READ,
     ERROR_TIMEOUT,
-    MAX_USES,
-    STATIC_USES,
-    CacheTables,
-    DiskRequests,
     FetchList,
     HostRows,
-    fetch,
     fetch_on_device,
-    resolve,
     resolve_on_device,
 )
 from tests.kernels import emulation
@@ -138,29 +133,41 @@ def test_resolve_kernel_equals_the_reference(
             num_rows - 1,
             STATIC_USES,
         )
-    out, error = FetchList.on("cpu", num_experts), torch.zeros(1, dtype=torch.int32)
+    out, error = FetchList.on("cpu", num_experts, NUM_LAYERS), torch.zeros(1, dtype=torch.int32)
     hits = misses = 0
     generator = torch.Generator().manual_seed(5)
     for first_row, ids in trace(7, num_calls, num_experts):
         if num_slots > 1024:  # fill and turn over a large pool in a few calls
             ids = torch.randint(0, num_experts, (400,), generator=generator)
         want = resolve(expected, ids, first_row, num_experts)
+        experts = ids.flatten().unique()[-3:].clamp(min=0)
+        listed = torch.full((5, 4), 9 << 16, dtype=torch.int32)
+        listed[:3, 1] += experts[[0, -1, 0]].int()
         resolve_on_device(
-            kernels, found, ids, out, first_row=first_row, num_experts=num_experts, error=error
+            kernels,
+            found,
+            ids,
+            out,
+            first_row=first_row,
+            num_experts=num_experts,
+            error=error,
+            lists=[(listed, torch.tensor([3], dtype=torch.int32))],
         )
         assert same(found, expected)
+        slots = expected.slot_of[first_row + experts[[0, -1, 0]]].tolist()
+        assert listed[:, 0].tolist() == [*slots, 9 << 16, 9 << 16]
         count = int(out.count)
         assert out.rows[:count].tolist() == want.rows
         assert out.slots[:count].tolist() == want.slots
         hits, misses = hits + want.num_hits, misses + len(want.rows)
-        assert out.counters.tolist() == [hits, misses]
+        assert out.counters.sum(0).tolist() == [hits, misses, 0]
     assert int(error) == 0
     assert hits > 0
 
 
 def test_resolve_kernel_says_that_slots_are_too_few(kernels: Emulator) -> None:
     tables = CacheTables.empty(NUM_ROWS, 4)
-    out, error = FetchList.on("cpu", NUM_EXPERTS), torch.zeros(1, dtype=torch.int32)
+    out, error = FetchList.on("cpu", NUM_EXPERTS, NUM_LAYERS), torch.zeros(1, dtype=torch.int32)
     resolve_on_device(
         kernels,
         tables,
@@ -179,7 +186,7 @@ ROW_BYTES = 40_960 + 4096  # two pieces and a part of one
 
 
 def host_rows(
-    num_rows: int, rows_per_chunk: int, requests: DiskRequests | None = None
+    num_rows: int, rows_per_chunk: int, requests: Tensor | None = None
 ) -> tuple[list[Tensor], HostRows]:
     generator = torch.Generator().manual_seed(1)
     num_chunks = -(-num_rows // rows_per_chunk)
@@ -198,7 +205,7 @@ def host_rows(
 
 
 def wanted_rows(rows: list[int], slots: list[int]) -> FetchList:
-    out = FetchList.on("cpu", NUM_EXPERTS)
+    out = FetchList.on("cpu", NUM_EXPERTS, 1)
     out.rows[: len(rows)] = torch.tensor(rows, dtype=torch.int32)
     out.slots[: len(slots)] = torch.tensor(slots, dtype=torch.int32)
     out.count.fill_(len(rows))
@@ -208,34 +215,30 @@ def wanted_rows(rows: list[int], slots: list[int]) -> FetchList:
 def test_fetch_kernel_copies_rows_of_several_chunks(kernels: Emulator) -> None:
     chunks, host = host_rows(10, 4)
     pool, error = torch.zeros(5, ROW_BYTES, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
-    fetch_on_device(kernels, pool, host, wanted_rows([9, 0, 5], [4, 0, 1]), error=error, num_ctas=3)
+    tables = CacheTables.empty(10, 5)
+    for rows, slots in (([9, 0, 5], [4, 0, 1]), ([], [])):
+        wanted = wanted_rows(rows, slots)
+        fetch_on_device(kernels, pool, tables, host, wanted, layer=0, error=error, num_ctas=3)
     expected = torch.zeros_like(pool)
     expected[4], expected[0], expected[1] = chunks[2][1], chunks[0][0], chunks[1][1]
     assert torch.equal(pool, expected)
     assert int(error) == int(host.ctas_done) == 0
-    fetch_on_device(kernels, pool, host, wanted_rows([], []), error=error)
-    assert torch.equal(pool, expected)
-
-
-def disk_requests() -> DiskRequests:
-    return DiskRequests(torch.zeros(1 + 8, dtype=torch.int32), torch.zeros(2, dtype=torch.int32))
 
 
 def test_fetch_kernel_waits_for_rows_from_disk(kernels: Emulator) -> None:
     """A thread plays the disk reader: it hears of a row, writes it, then says where it is."""
-    requests = disk_requests()
+    requests = torch.zeros(1 + 8, dtype=torch.int32)
     chunks, host = host_rows(4, 4, requests)
     content = chunks[0][2].clone()
     chunks[0][2] = 0
     host.place_of[2] = -1
     tables = CacheTables.empty(NUM_ROWS, 5)
-    out, error = FetchList.on("cpu", NUM_EXPERTS), torch.zeros(1, dtype=torch.int32)
+    out, error = FetchList.on("cpu", NUM_EXPERTS, NUM_LAYERS), torch.zeros(1, dtype=torch.int32)
 
     def reader() -> None:
-        while int(requests.ring[0]) < 2:
+        while int(requests[0]) < 2:
             time.sleep(0.001)
-        assert set(requests.ring[1:3].tolist()) == {1, 2}
-        assert requests.progress.tolist() == [1, 0]
+        assert set(requests[1:3].tolist()) == {1, 2}
         time.sleep(0.02)
         chunks[0][2] = content
         host.place_of[2] = 2
@@ -253,11 +256,13 @@ def test_fetch_kernel_waits_for_rows_from_disk(kernels: Emulator) -> None:
         error=error,
         requests=requests,
     )
-    fetch_on_device(kernels, pool, host, out, error=error, num_ctas=2, timeout_s=20)
+    fetch_on_device(
+        kernels, pool, tables, host, out, layer=0, error=error, num_ctas=2, timeout_s=20
+    )
     thread.join()
     assert torch.equal(pool[tables.slot_of[2]], content)
     assert torch.equal(pool[tables.slot_of[1]], chunks[0][1])
-    assert requests.progress.tolist() == [1, 1]
+    assert int(out.counters[0, 2]) > 0
     assert int(error) == 0
 
 
@@ -265,11 +270,19 @@ def test_fetch_kernel_waits_for_rows_from_disk(kernels: Emulator) -> None:
 def test_fetch_kernel_gives_up_on_one_row_and_copies_the_rest(
     kernels: Emulator, place: int, expected: int
 ) -> None:
-    chunks, host = host_rows(4, 4, disk_requests())
+    chunks, host = host_rows(4, 4, torch.zeros(1 + 8, dtype=torch.int32))
     host.place_of[2] = place
     pool, error = torch.zeros(5, ROW_BYTES, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
-    wanted = wanted_rows([2, 3], [0, 1])
-    fetch_on_device(kernels, pool, host, wanted, error=error, num_ctas=2, timeout_s=0.01)
+    tables = CacheTables.empty(4, 2)
+    wanted = FetchList.on("cpu", 4, 1)
+    resolve_on_device(
+        kernels, tables, ids_of(2, 3), wanted, first_row=0, num_experts=4, error=error
+    )
+    fetch_on_device(
+        kernels, pool, tables, host, wanted, layer=0, error=error, num_ctas=2, timeout_s=0.01
+    )
     assert int(error) == expected
     assert torch.equal(pool[1], chunks[0][3])
+    assert tables.slot_of.tolist() == [-1, -1, -1, 1], "what did not come has no slot"
+    tables.check()
     assert int(pool[0].max()) == 0

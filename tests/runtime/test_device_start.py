@@ -11,6 +11,7 @@ import torch
 from moet.config import (
     CacheConfig,
     EngineConfig,
+    ExpertConfig,
     ModelSettings,
     SchedulerConfig,
     TargetConfig,
@@ -108,9 +109,12 @@ def test_pages_and_window_are_planned(gpu: Device, monkeypatch: pytest.MonkeyPat
 def test_experts_that_do_not_fit_are_refused_with_what_to_change(
     gpu: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_start, "this_gpu", lambda device: h200(60))
+    monkeypatch.setattr(device_start, "this_gpu", lambda device: h200(24))
+    asked, raw = engine(experts=ExpertConfig(disk=False)), preset_config("deepseek-v4-flash")
     with pytest.raises(ConfigError, match=r"72\.\d GiB and fit neither"):
-        plan_device(engine(), preset_config("deepseek-v4-flash"), gpu)
+        plan_device(asked, raw, gpu)
+    _, made = plan_device(engine(), raw, gpu)
+    assert made.experts.num_disk > 0
 
 
 def test_dummy_weights_need_a_gpu_and_a_size(monkeypatch: pytest.MonkeyPatch) -> None:

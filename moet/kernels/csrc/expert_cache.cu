@@ -14,6 +14,7 @@ DEVICE void rest() {
   timespec t = {0, 100000};
   nanosleep(&t, nullptr);
 }
+DEVICE uint4 load_fresh(const uint4* p) { return *p; }
 #else
 DEVICE int load_acquire_system(const int* p) {
   int v;
@@ -29,11 +30,27 @@ DEVICE int64_t now_ns() {
   return v;
 }
 DEVICE void rest() { asm volatile("nanosleep.u32 500;"); }
+// Of memory that the host may have written since this kernel began.
+DEVICE uint4 load_fresh(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
 #endif
 
 constexpr int RESOLVE_THREADS = 1024;
 constexpr int MAX_USES = 3, STATIC_USES = 255;
 constexpr uint32_t ERROR_CAPACITY = 1u << 8, ERROR_TIMEOUT = 1u << 9, ERROR_READ = 1u << 10;
+
+// An entry of stream_gemm.cuh and of moe_decode.cuh as far as they agree.
+struct alignas(16) Listed {
+  int slot;
+  int expert;  // and above 16 bits what is none of ours
+  int others[2];
+};
 
 struct ResolveArgs {
   const int64_t* expert_ids;  // [pairs]; below 0: of a row that does not count
@@ -44,10 +61,12 @@ struct ResolveArgs {
   int* fetch_rows;   // [experts]
   int* fetch_slots;  // [experts]
   int* num_fetch;
-  unsigned long long* counters;  // hits, misses
+  unsigned long long* counters;  // of the layer: hits, misses, nanoseconds of copying
   uint32_t* error;
-  int* requests;  // mapped: a count and a ring of request_slots rows; or null
-  int* progress;  // mapped: fetches begun and ended
+  unsigned* num_posted;  // rows asked for so far
+  int* requests;         // mapped: a copy of num_posted and a ring of request_slots rows; or null
+  Listed* listed[2];     // who has listed experts before they had slots; or null
+  const int* num_listed[2];
   int pairs, experts, first_row, slots, request_slots;
 };
 
@@ -63,18 +82,31 @@ DEVICE void prefix_sums(int* values, int* other) {
   }
 }
 
+// Gives the experts of lists their slots.
+DEVICE void fill_lists(const ResolveArgs& p, const int64_t* slot_of) {
+#pragma unroll
+  for (int n = 0; n < 2; n++) {
+    if (!p.listed[n]) continue;
+    int count = *p.num_listed[n];
+    for (int i = threadIdx.x; i < count; i += RESOLVE_THREADS)
+      p.listed[n][i].slot = static_cast<int>(slot_of[p.listed[n][i].expert & 0xFFFF]);
+  }
+}
+
 // One CTA, a thread an expert and then a thread a slot: the hand goes over up to 1,024 slots at once
 // and stops where it would have stopped slot by slot.
 KERNEL(RESOLVE_THREADS, 1) resolve_experts(GRID_CONSTANT ResolveArgs p) {
-  wait_for_previous_kernel();
   int* wanted = reinterpret_cast<int*>(dynamic_shared());
   int* sums = wanted + RESOLVE_THREADS;
   int* other = sums + RESOLVE_THREADS;
   int* misses = other + RESOLVE_THREADS;
   int* stop = misses + RESOLVE_THREADS;  // of the hand, within a window
+  uint32_t* totals = reinterpret_cast<uint32_t*>(stop + 1);  // misses, experts asked for
   int t = threadIdx.x;
   wanted[t] = 0;
+  if (t < 2) totals[t] = 0;
   sync_threads();
+  wait_for_previous_kernel();
   for (int i = t; i < p.pairs; i += RESOLVE_THREADS) {
     int64_t id = p.expert_ids[i];
     if (id >= 0 && id < p.experts) wanted[id] = 1;
@@ -85,10 +117,21 @@ KERNEL(RESOLVE_THREADS, 1) resolve_experts(GRID_CONSTANT ResolveArgs p) {
   if (wanted[t]) slot = static_cast<int>(slot_of[t]);
   bool hit = slot >= 0, miss = wanted[t] && !hit;
   if (hit && p.uses[slot] < MAX_USES) p.uses[slot]++;
-  sums[t] = miss | wanted[t] << 16;
+  if (miss) atomic_add(totals, 1u);
+  if (wanted[t]) atomic_add(totals + 1, 1u);
+  sync_threads();
+  int needed = static_cast<int>(totals[0]), num_wanted = static_cast<int>(totals[1]);
+  if (needed == 0) {  // mostly
+    fill_lists(p, slot_of);
+    if (t == 0) {
+      *p.num_fetch = 0;
+      p.counters[0] += num_wanted;
+    }
+    return;
+  }
+  sums[t] = miss;
   prefix_sums(sums, other);
-  int needed = sums[RESOLVE_THREADS - 1] & 0xFFFF, num_wanted = sums[RESOLVE_THREADS - 1] >> 16;
-  if (miss) misses[(sums[t] & 0xFFFF) - 1] = t;
+  if (miss) misses[sums[t] - 1] = t;
   int hand = *p.hand, found = 0;
   int window = p.slots < RESOLVE_THREADS ? p.slots : RESOLVE_THREADS;
   int most = (MAX_USES + 1) * ((p.slots + window - 1) / window) + 1;
@@ -130,14 +173,16 @@ KERNEL(RESOLVE_THREADS, 1) resolve_experts(GRID_CONSTANT ResolveArgs p) {
     sync_threads();
   }
   if (p.requests && found > 0) {
-    int count = p.requests[0];
+    unsigned count = *p.num_posted;
     if (t < found) p.requests[1 + (count + t) % p.request_slots] = p.fetch_rows[t];
     sync_threads();
     if (t == 0) {
-      store_release_system(p.progress, p.progress[0] + 1);
-      store_release_system(p.requests, count + found);
+      *p.num_posted = count + found;
+      store_release_system(p.requests, static_cast<int>(count + found));
     }
   }
+  sync_threads();
+  fill_lists(p, slot_of);
   if (t == 0) {
     *p.hand = hand;
     *p.num_fetch = found;
@@ -159,8 +204,10 @@ struct FetchArgs {
   const int* fetch_rows;
   const int* fetch_slots;
   const int* num_fetch;
-  int* progress;             // mapped: fetches begun and ended
-  uint32_t* ctas_done;       // 0 between fetches
+  int64_t* slot_of;              // [rows of all layers]; a row that did not come loses its slot
+  int* row_of;                   // [slots]
+  unsigned long long* counters;  // of the layer
+  uint32_t* ctas_done;           // 0 between fetches
   uint32_t* error;
   int64_t row_bytes, timeout_ns;
   int rows_per_chunk, waits;  // waits: rows may come while this runs
@@ -179,6 +226,7 @@ DEVICE int wait_for_row(const FetchArgs& p, int row, int64_t until) {
   }
 }
 
+template <bool FRESH>
 DEVICE void copy_piece(const FetchArgs& p, int entry, int place, int piece) {
   int64_t first = int64_t(piece) * PIECE_BYTES, left = p.row_bytes - first;
   int count = static_cast<int>(left < PIECE_BYTES ? left : PIECE_BYTES) / 16;
@@ -190,7 +238,7 @@ DEVICE void copy_piece(const FetchArgs& p, int entry, int place, int piece) {
 #pragma unroll
   for (int i = 0; i < PIECE_BYTES / 16 / FETCH_THREADS; i++) {
     int at = threadIdx.x + i * FETCH_THREADS;
-    if (at < count) v[i] = load_streaming(from + at);
+    if (at < count) v[i] = FRESH ? load_fresh(from + at) : load_streaming(from + at);
   }
 #pragma unroll
   for (int i = 0; i < PIECE_BYTES / 16 / FETCH_THREADS; i++) {
@@ -206,6 +254,7 @@ KERNEL(FETCH_THREADS, 2) fetch_experts(GRID_CONSTANT FetchArgs p) {
   int* late = places + MAX_FETCH;
   int n = *p.num_fetch;
   if (n == 0) return;
+  int64_t begin = now_ns();
   for (int i = threadIdx.x; i < n; i += FETCH_THREADS) {
     places[i] = load_acquire_system(p.place_of + p.fetch_rows[i]);
     late[i] = places[i] < 0;
@@ -213,24 +262,32 @@ KERNEL(FETCH_THREADS, 2) fetch_experts(GRID_CONSTANT FetchArgs p) {
   sync_threads();
   int pieces = static_cast<int>((p.row_bytes + PIECE_BYTES - 1) / PIECE_BYTES);
   for (int item = blockIdx.x; item < n * pieces; item += gridDim.x)
-    if (!late[item / pieces]) copy_piece(p, item / pieces, places[item / pieces], item % pieces);
-  int64_t until = now_ns() + p.timeout_ns;
+    if (!late[item / pieces])
+      copy_piece<false>(p, item / pieces, places[item / pieces], item % pieces);
+  int64_t until = begin + p.timeout_ns;
   for (int entry = 0; entry < n; entry++) {
     if (!late[entry]) continue;
     if (threadIdx.x == 0) places[entry] = wait_for_row(p, p.fetch_rows[entry], p.waits ? until : 0);
     sync_threads();
     int place = places[entry];
-    if (place < 0) continue;
+    if (place < 0) {  // whoever gave up on it: what the slot holds is nobody's
+      if (threadIdx.x == 0) {
+        p.slot_of[p.fetch_rows[entry]] = -1;
+        p.row_of[p.fetch_slots[entry]] = -1;
+      }
+      continue;
+    }
     // The same pieces as above, as CTAs may differ in which rows they find late.
     for (int piece = 0; piece < pieces; piece++)
-      if ((entry * pieces + piece) % gridDim.x == blockIdx.x) copy_piece(p, entry, place, piece);
+      if ((entry * pieces + piece) % gridDim.x == blockIdx.x)
+        copy_piece<true>(p, entry, place, piece);
   }
   sync_threads();
   if (threadIdx.x == 0) {
     fence_device();
     if (atomic_add(p.ctas_done, 1) == gridDim.x - 1) {
       *p.ctas_done = 0;
-      if (p.progress) store_release_system(p.progress + 1, p.progress[1] + 1);
+      p.counters[2] += now_ns() - begin;
     }
   }
 }

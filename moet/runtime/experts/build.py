@@ -47,7 +47,7 @@ def open_store(
     disk = RowFile(
         path,
         form.row_bytes,
-        name_of=lambda row: _name(pack, row),
+        name_of=lambda row: row_name(pack, row),
         num_readers=num_readers,
     )
     host = HostTier(arena, disk, read_timeout_s=read_timeout_s)
@@ -100,6 +100,7 @@ def _warm_up(store: TieredExpertStore, rows: list[int], progress: Progress) -> N
         progress(min(total, (first + STRIDE) * store.form.row_bytes), total)
 
 
-def _name(pack: Pack, row: int) -> str:
+def row_name(pack: Pack, row: int) -> str:
+    """What a row of a pack is called in messages."""
     place, expert_id = divmod(row, pack.experts.num_experts)
     return f"layer {pack.experts.layers[place]}, expert {expert_id}"

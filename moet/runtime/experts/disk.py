@@ -37,15 +37,16 @@ class RowFile:
         name_of: Callable[[int], str] = str,
         num_readers: int = NUM_READERS,
         preadv: Read = os.preadv,
+        direct: bool = True,
     ) -> None:
-        """name_of: what a row is called in an error."""
+        """name_of: what a row is called in an error. direct: past the page cache."""
         assert row_bytes % ALIGNMENT_BYTES == 0
         self.path = path
         self.row_bytes = row_bytes
         self.num_bytes_read = 0
         self._name_of = name_of
         self._preadv = preadv
-        self._file = _open(path)
+        self._file = _open(path) if direct else os.open(path, os.O_RDONLY)
         self._threads = ThreadPoolExecutor(num_readers, thread_name_prefix="moet-expert-read")
 
     def read(self, row: int, out: Tensor) -> Future[None]:

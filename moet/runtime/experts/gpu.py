@@ -1,32 +1,66 @@
-"""Experts of a GPU whose rows are in pinned host memory: a cache that the device keeps by itself
-for decode steps, and whole layers streamed ahead of the compute for long prompts.
-
-Both are ResidentProviders: no step asks the host for anything, so steps can be captured.
+"""Experts of a GPU whose rows are in pinned host memory, and on disk: a pool that the device keeps
+by itself. A ResidentProvider: no step asks the host for anything, so steps can be captured.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from moet.errors import CheckpointError
-from moet.kernels.device_gemm import Device
-from moet.kernels.expert_cache import CachedTable, CacheTables, DeviceCache, FetchList, HostRows
+from moet.kernels.expert_cache import STATIC_USES, CacheTables
+from moet.kernels.expert_cache_device import CachedTable, DeviceCache, FetchList, HostRows
 from moet.kernels.layout import ExpertRows
 from moet.kernels.moe import ExpertTable
 from moet.kernels.stream_gemm import Launcher
-from moet.models.expert_encoder import Tier
-from moet.models.pack import Pack
-from moet.runtime.experts.disk import RowFile
-from moet.runtime.experts.host import Arena
+from moet.runtime.experts.feeder import RowFeeder
+from moet.runtime.experts.host import Arena, unpin
+from moet.runtime.metrics import LayerTier, TierStats
+
+FETCH_TIMEOUT_S = 30.0  # after which a fetch gives up on rows from disk
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostSide:
+    """Rows behind a pool. place_of: [num_rows] int32, a row's place in the arena, below 0 without
+    one; None: every row has the place of its number. requests: as HostRows has it, with a feeder
+    that serves it; both tensors must be mapped."""
+
+    arena: Arena
+    place_of: Tensor | None = None
+    requests: Tensor | None = None
+    feeder: RowFeeder | None = None
+
+    def on(self, device: torch.device, num_rows: int) -> HostRows:
+        """As the kernels take it."""
+        arena, place_of = self.arena, self.place_of
+        if place_of is None:
+            place_of = torch.arange(num_rows, dtype=torch.int32, device=device)
+        elif self.requests is None:
+            place_of = place_of.to(device)
+        return HostRows(
+            torch.tensor([chunk.data_ptr() for chunk in arena.chunks], device=device),
+            arena.rows_per_chunk,
+            place_of,
+            torch.zeros(1, dtype=torch.int32, device=device),
+            self.requests,
+        )
+
+    def close(self) -> None:
+        """End the feeder and let go of the memory; no fetch may be under way."""
+        if self.feeder is not None:
+            self.feeder.close()
+        if self.arena.is_pinned:
+            for mapped in (self.place_of, self.requests):
+                if mapped is not None:
+                    unpin(mapped)
+        self.arena.close()
 
 
 class CachedExperts:
-    """A pool of num_slots rows on a GPU over an arena that holds all rows, in order.
+    """A pool of num_slots rows on a GPU over rows in host memory.
 
     bases: [num_rows, ...] uint8, on the device. layers: their numbers, in the order of the rows.
     error: [1] int32 on the device, whose bits whoever runs a step reads. A pool must hold what one
@@ -37,7 +71,7 @@ class CachedExperts:
         self,
         launcher: Launcher,
         form: ExpertRows,
-        arena: Arena,
+        host: HostSide,
         bases: Tensor,
         layers: Sequence[int],
         num_slots: int,
@@ -45,41 +79,43 @@ class CachedExperts:
         error: Tensor,
         overlap: bool = True,
         num_ctas: int = 8,
+        timeout_s: float = FETCH_TIMEOUT_S,
     ) -> None:
         """overlap: copy rows on a stream of their own while the shared expert runs."""
         device, num_rows = bases.device, len(bases)
-        num_experts = num_rows // len(layers)
-        self.arena = arena
+        self.form, self.host, self.layers = form, host, tuple(layers)
+        self.num_experts = num_rows // len(layers)
+        self._static: dict[int, int] = {}  # row -> slot
         self.tables = CacheTables.empty(num_rows, num_slots, device)
-        pool = torch.empty(num_slots, form.row_bytes, dtype=torch.uint8, device=device)
+        with torch.inference_mode(False):  # to stay writable outside of a forward pass
+            pool = torch.empty(num_slots, form.row_bytes, dtype=torch.uint8, device=device)
         self.cache = DeviceCache(
             launcher,
             pool,
             self.tables,
-            HostRows(
-                torch.tensor([chunk.data_ptr() for chunk in arena.chunks], device=device),
-                arena.rows_per_chunk,
-                torch.arange(num_rows, dtype=torch.int32, device=device),
-                torch.zeros(1, dtype=torch.int32, device=device),
-            ),
-            FetchList.on(device, num_experts),
+            host.on(device, num_rows),
+            FetchList.on(device, self.num_experts, len(layers)),
             error,
-            side=_stream(device) if overlap and device.type == "cuda" else None,
+            side=torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            if overlap and device.type == "cuda"
+            else None,
             num_ctas=num_ctas,
+            timeout_s=timeout_s,
         )
+        self.bases = bases
         self._tables: dict[int, ExpertTable] = {}
         for n, layer_idx in enumerate(layers):
-            first = n * num_experts
+            first = n * self.num_experts
             self._tables[layer_idx] = CachedTable(
                 form,
                 pool,
-                self.tables.slot_of[first : first + num_experts],
-                bases[first : first + num_experts],
+                self.tables.slot_of[first : first + self.num_experts],
+                bases[first : first + self.num_experts],
                 cache=self.cache,
                 first_row=first,
             )
 
-    def resident(self, layer_idx: int) -> ExpertTable:
+    def resident(self, layer_idx: int, num_rows: int = 1) -> ExpertTable:
         """The table of a layer; its rows come when they are prepared."""
         return self._tables[layer_idx]
 
@@ -90,151 +126,100 @@ class CachedExperts:
         table.join()
         return table
 
-    def counts(self) -> tuple[int, int]:
-        """Hits and misses so far; waits for the device."""
-        hits, misses = self.cache.wanted.counters.tolist()
-        return hits, misses
+    def fill(self, rows: Sequence[int], content: Sequence[Tensor], *, static: bool = False) -> None:
+        """Give rows the first slots that are empty, for good if static. Not while steps run.
 
+        content: their bytes.
+        """
+        free = (self.tables.row_of < 0).nonzero()[:, 0].tolist()
+        for row, slot, of_row in zip(rows, free, content, strict=False):
+            self.cache.pool[slot].copy_(of_row, non_blocking=True)
+            self.tables.slot_of[row], self.tables.row_of[slot] = slot, row
+            if static:
+                self.tables.uses[slot] = STATIC_USES
+                self._static[row] = slot
 
-def open_cached(
-    pack: Pack,
-    tier: Tier,
-    layers: Sequence[int],
-    gpu: Device,
-    num_slots: int,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> CachedExperts:
-    """A pack's rows in pinned host memory behind num_slots on the GPU.
-
-    progress: bytes done and in all, first of pinning and then of reading. Raises ConfigError if
-    memory is not to be had, CheckpointError if the pack has no such tier or no row bases, and
-    ExpertReadError.
-    """
-    form, experts = pack.format(tier), pack.experts
-    rows = [
-        experts.row(layer_idx, 0) + e for layer_idx in layers for e in range(experts.num_experts)
-    ]
-    bases = [
-        pack.row_base(tier, layer_idx, expert_id)
-        for layer_idx in layers
-        for expert_id in range(experts.num_experts)
-    ]
-    if bases[0].numel() == 0:
-        raise CheckpointError(f"{pack.folder} has no row bases of its {tier} experts for a GPU")
-    on_gpu = gpu.torch_device.type == "cuda"
-    arena = Arena(len(rows), form.row_bytes, pin=on_gpu, progress=progress)
-    read_all(pack, tier, rows, arena, progress)
-    return CachedExperts(
-        gpu.launcher,
-        form,
-        arena,
-        torch.stack(bases).to(gpu.torch_device),
-        layers,
-        num_slots,
-        error=gpu.error,
-    )
-
-
-def read_all(
-    pack: Pack,
-    tier: Tier,
-    rows: Sequence[int],
-    arena: Arena,
-    progress: Callable[[int, int], None],
-    *,
-    in_flight: int = 16,
-) -> None:
-    """Read rows of a pack into the places of an arena, in order. Raises ExpertReadError."""
-    path, _ = pack.row_place(tier, pack.experts.layers[0], 0)
-    file = RowFile(path, pack.format(tier).row_bytes)
-    under_way: deque[Future[None]] = deque()
-    try:
-        for place, row in enumerate(rows):
-            if len(under_way) == in_flight:
-                under_way.popleft().result()
-                progress(place * file.row_bytes, len(rows) * file.row_bytes)
-            under_way.append(file.read(row, arena.place(place)))
-        for reading in under_way:
-            reading.result()
-    finally:
-        file.close()
-
-
-class StreamedExperts:
-    """Whole layers through a ring of buffers on a GPU, copied while those before them compute.
-
-    copy: brings rows first..first+n of host memory into a tensor on the device, on the current
-    stream. Layers must be asked for in the order of `layers`; asking for the first one again begins
-    another pass.
-    """
-
-    def __init__(
-        self,
-        form: ExpertRows,
-        bases: Tensor,
-        layers: Sequence[int],
-        copy: Callable[[int, Tensor], None],
-        *,
-        num_buffers: int = 3,
-    ) -> None:
-        """num_buffers: of a layer's size each; with three the link need never wait."""
-        self._form, self._bases, self._copy = form, bases, copy
-        self._number = {layer_idx: n for n, layer_idx in enumerate(layers)}
-        self._num_experts = len(bases) // len(layers)
-        shape = (num_buffers, self._num_experts, form.row_bytes)
-        self._buffers = torch.empty(shape, dtype=torch.uint8, device=bases.device)
-        self._slots = torch.arange(self._num_experts, device=bases.device)
-        self._stream = _stream(bases.device)
-        self._arrived: dict[int, torch.cuda.Event] = {}
-
-    def resident(self, layer_idx: int) -> ExpertTable:
-        """The table of a layer. The current stream waits for its rows. The layer before it must be
-        enqueued: its buffer is written again when that is over."""
-        number = self._number[layer_idx]
-        current = torch.cuda.current_stream(self._bases.device)
-        if number == 0:
-            self._arrived.clear()
-        elif number not in self._arrived:
-            raise AssertionError(f"layer {layer_idx} is asked for out of turn")
-        last = min(number + len(self._buffers) - 1, len(self._number) - 1)
-        self._stream.wait_stream(current)
-        for ahead in range(number, last + 1):
-            if ahead not in self._arrived:
-                self._fetch(ahead)
-        current.wait_event(self._arrived[number])
-        first = number * self._num_experts
-        bases = self._bases[first : first + self._num_experts]
-        buffer = self._buffers[number % len(self._buffers)]
-        return ExpertTable(self._form, buffer, self._slots, bases)
-
-    def resolve(self, layer_idx: int, expert_ids: Tensor) -> ExpertTable:
-        """As `resident`: every expert of the layer is there."""
-        return self.resident(layer_idx)
-
-    def _fetch(self, number: int) -> None:
-        with torch.cuda.stream(self._stream):
-            self._copy(number * self._num_experts, self._buffers[number % len(self._buffers)])
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(self._stream)
-        self._arrived[number] = event
-
-
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return stream
-
-
-def copy_from(arena: Arena) -> Callable[[int, Tensor], None]:
-    """Copies runs of an arena's places, chunk by chunk, with the copy engine."""
-
-    def copy(first: int, out: Tensor) -> None:
+    def copy_rows(self, first: int, out: Tensor) -> None:
+        """Bring rows first..first+n into out [n, row_bytes] on the device, on the current stream,
+        with the copy engine. Every row must be in host memory or static."""
         done = 0
         while done < len(out):
-            chunk, row = divmod(first + done, arena.rows_per_chunk)
-            count = min(len(out) - done, len(arena.chunks[chunk]) - row)
-            out[done : done + count].copy_(
-                arena.chunks[chunk][row : row + count], non_blocking=True
-            )
-            done += count
+            source = self._run(first + done, len(out) - done)
+            out[done : done + len(source)].copy_(source, non_blocking=True)
+            done += len(source)
 
-    return copy
+    def _run(self, first: int, most: int) -> Tensor:
+        """The bytes of a row and of those behind it that follow it in memory."""
+        arena, places = self.host.arena, self.host.place_of
+        if places is not None and int(places[first]) < 0:
+            slot = self._static[first]
+            return self.cache.pool[slot : slot + 1]
+        place = first if places is None else int(places[first])
+        chunk, row = divmod(place, arena.rows_per_chunk)
+        count = min(most, len(arena.chunks[chunk]) - row)
+        if places is not None:
+            following = places[first : first + count]
+            count = int((following == torch.arange(place, place + count)).cumprod(0).sum())
+        return arena.chunks[chunk][row : row + count]
+
+    def counts(self) -> tuple[int, int]:
+        """Hits and misses so far; waits for the device."""
+        hits, misses, _ = self.cache.wanted.counters.sum(0).tolist()
+        return hits, misses
+
+    def heat(self) -> list[int]:
+        """Resident rows, those of the most uses first; waits for the device."""
+        slots = (self.tables.row_of >= 0).nonzero()[:, 0]
+        order = self.tables.uses[slots].sort(descending=True, stable=True).indices
+        return self.tables.row_of[slots[order]].tolist()
+
+    def stats(self) -> TierStats:
+        """The books; waits for the device. A layer's stall is the time that its copies took, of
+        which the shared expert hides a part."""
+        row_bytes, feeder = self.form.row_bytes, self.host.feeder
+        counters = self.cache.wanted.counters.tolist()
+        counts = None if feeder is None else feeder.counts
+        return TierStats(
+            format=self.form.name,
+            row_bytes=row_bytes,
+            num_rows=len(self.bases),
+            num_slots=len(self.tables.row_of),
+            num_static=len(self._static),
+            num_resident=int((self.tables.row_of >= 0).sum()),
+            num_host_places=self.host.arena.num_places,
+            num_host_rows=self.host.arena.num_places if feeder is None else feeder.num_rows,
+            num_host_hits=0 if counts is None else counts.num_hits,
+            num_disk_reads=0 if counts is None else counts.num_reads,
+            num_disk_errors=0 if counts is None else counts.num_errors,
+            disk_wait_s=0.0 if counts is None else counts.wait_s,
+            layers=[
+                LayerTier(
+                    layer=layer,
+                    num_hits=hits,
+                    num_misses=misses,
+                    num_streamed=0,
+                    num_bytes=misses * row_bytes,
+                    stall_s=ns / 1e9,
+                )
+                for layer, (hits, misses, ns) in zip(self.layers, counters, strict=True)
+            ],
+        )
+
+    def explain(self) -> str | None:
+        """Which rows could not be read lately, and why."""
+        return None if self.host.feeder is None else self.host.feeder.message()
+
+    def check(self) -> None:
+        """Raise AssertionError unless slots and rows name each other and every resident row has the
+        bytes of its place, where it has one. Not while steps run."""
+        self.tables.check()
+        places = self.cache.host.place_of.tolist()
+        for slot, row in enumerate(self.tables.row_of.tolist()):
+            if row >= 0 and places[row] >= 0:
+                expected = self.host.arena.place(places[row])
+                held = torch.equal(self.cache.pool[slot].cpu(), expected)
+                assert held, f"slot {slot} does not hold row {row}"
+
+    def close(self) -> None:
+        """Let go of files and host memory."""
+        self.host.close()

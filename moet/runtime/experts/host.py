@@ -11,7 +11,7 @@ import logging
 import mmap
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from time import monotonic, perf_counter
 
@@ -41,31 +41,50 @@ class Arena:
         row_bytes: int,
         *,
         pin: bool = False,
+        fill: Callable[[int, Tensor], None] = lambda first, chunk: None,
         progress: Callable[[int, int], None] = lambda done, total: None,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
-        """Raises ConfigError if the memory is not to be had."""
+        """fill: writes the rows of a chunk, given the first one's place, before it is pinned; those
+        of the next chunk meanwhile. Raises ConfigError if the memory is not to be had, and what
+        fill raises."""
         self.num_places = num_places
         self.rows_per_chunk = max(1, min(num_places, chunk_bytes // row_bytes))
         self.chunks: list[Tensor] = []
         self._pinned: list[Tensor] = []
-        total = num_places * row_bytes
-        for first in range(0, num_places, self.rows_per_chunk):
-            rows = min(self.rows_per_chunk, num_places - first)
+        total, done = num_places * row_bytes, 0
+        firsts = range(0, num_places, self.rows_per_chunk)
+        with ThreadPoolExecutor(1) as filler:
             try:
-                chunk = page_aligned(rows * row_bytes).view(rows, row_bytes)
-                if pin:
-                    _pin(chunk)
-                    self._pinned.append(chunk)
+                for first in firsts:
+                    rows = min(self.rows_per_chunk, num_places - first)
+                    self.chunks.append(page_aligned(rows * row_bytes).view(rows, row_bytes))
+                filled = [
+                    filler.submit(fill, first, chunk)
+                    for first, chunk in zip(firsts, self.chunks, strict=True)
+                ]
+                for each, chunk in zip(filled, self.chunks, strict=True):
+                    each.result()
+                    if pin:
+                        _pin(chunk)
+                        self._pinned.append(chunk)
+                    done += chunk.numel()
+                    progress(done, total)
             except (OSError, MemoryError, ValueError, RuntimeError) as error:
                 self.close()
                 raise ConfigError(
                     f"{total} bytes of host memory for expert rows are not to be had: {error} "
-                    f"after {first * row_bytes}; lower --host-experts"
+                    f"after {done}; lower --host-experts"
                     + (" or raise the limit of locked memory (ulimit -l)" if pin else "")
                 ) from error
-            self.chunks.append(chunk)
-            progress((first + rows) * row_bytes, total)
+            except BaseException:
+                filler.shutdown(cancel_futures=True)
+                self.close()
+                raise
+
+    @property
+    def is_pinned(self) -> bool:
+        return bool(self._pinned)
 
     def place(self, index: int) -> Tensor:
         """[row_bytes] uint8."""
@@ -75,13 +94,28 @@ class Arena:
     def close(self) -> None:
         """Unpin. The memory goes when nothing refers to it."""
         for chunk in self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(chunk.data_ptr())  # type: ignore[no-untyped-call]
+            unpin(chunk)
         self._pinned = []
 
 
 def page_aligned(num_bytes: int) -> Tensor:
     """[num_bytes] uint8 of zeros at a page border, which take memory when they are written."""
     return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+
+
+def mapped_numbers(count: int, fill: int, *, pin: bool) -> Tensor:
+    """[count] int32 that a device reads and writes as well, if pinned. Raises RuntimeError."""
+    size = -(-4 * count // mmap.PAGESIZE) * mmap.PAGESIZE
+    whole = page_aligned(size)
+    whole.view(torch.int32).fill_(fill)
+    if pin:
+        _pin(whole)
+    return whole.view(torch.int32)[:count]
+
+
+def unpin(memory: Tensor) -> None:
+    """Let the driver forget memory that was pinned."""
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
 
 
 def _pin(chunk: Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 
@@ -69,6 +70,23 @@ def sizes_of(
         disk=experts.disk,
         pool_flag="--fp4-pool" if is_second else "--expert-pool",
     )
+
+
+class Served(Protocol):
+    """The experts of a server, as a core sees them."""
+
+    precisions: PrecisionSet
+    identity: str
+
+    def stats(self) -> ExpertStats: ...
+
+    def tune(self, *, tau: float | None = None, pool_bytes: int | None = None) -> None: ...
+
+    def explain(self) -> str | None:
+        """Which rows could not be read lately, and why, where a device cannot say so itself."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class ServedExperts:
@@ -137,6 +155,10 @@ class ServedExperts:
             self._resize(pool_bytes)
         if tau is not None:
             self.precisions.tau = tau
+
+    def explain(self) -> str | None:
+        """Nothing: rows that cannot be read end their requests with an error of their own."""
+        return None
 
     def close(self) -> None:
         """Keep the heat for the next start, and let go of files and memory."""

@@ -66,8 +66,8 @@ class DeviceExperts:
             of_layer = bases[first : first + num_experts]
             self._tables[layer_idx] = ExpertTable(form, rows, slot_of, of_layer)
 
-    def resident(self, layer_idx: int) -> ExpertTable:
-        """The table of a layer."""
+    def resident(self, layer_idx: int, num_rows: int = 1) -> ExpertTable:
+        """The table of a layer, the same one at any time."""
         return self._tables[layer_idx]
 
     def resolve(self, layer_idx: int, expert_ids: Tensor) -> ExpertTable:

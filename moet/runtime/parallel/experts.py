@@ -62,7 +62,7 @@ class RankExperts:
         """The table of a layer; expert_ids do not matter, for all are resident."""
         return self._tables[layer_idx]
 
-    def resident(self, layer_idx: int) -> ExpertTable | None:
+    def resident(self, layer_idx: int, num_rows: int = 1) -> ExpertTable | None:
         """The table of a layer, for it never changes."""
         return self._tables[layer_idx]
 

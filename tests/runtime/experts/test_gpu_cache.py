@@ -16,8 +16,10 @@ from moet.models.checkpoint import Checkpoint
 from moet.models.convert import convert
 from moet.models.convert_plan import ConvertOptions
 from moet.models.synthetic import write_checkpoint
-from moet.runtime.experts.gpu import CachedExperts, open_cached
+from moet.runtime.experts.gpu import CachedExperts, HostSide
 from moet.runtime.experts.host import Arena
+from moet.runtime.experts.open_gpu import open_cached
+from moet.runtime.experts.sizes import TierSizes
 from tests.kernels import emulation
 from tests.kernels.emulation import Emulator
 
@@ -40,7 +42,8 @@ def test_every_table_has_its_rows_when_it_is_prepared(kernels: Emulator) -> None
         arena.place(row).random_(0, 256, generator=generator)
     bases = torch.zeros(num_rows, 1, dtype=torch.uint8)
     error = torch.zeros(1, dtype=torch.int32)
-    experts = CachedExperts(kernels, FORM, arena, bases, LAYERS, 6, error=error, overlap=False)
+    host = HostSide(arena=arena)
+    experts = CachedExperts(kernels, FORM, host, bases, LAYERS, 6, error=error, overlap=False)
     expected = CacheTables.empty(num_rows, 6)
     draw, hits, misses = random.Random(1), 0, 0
     for step in range(12):
@@ -69,8 +72,9 @@ def test_a_pack_opens_with_its_rows_in_host_memory(kernels: Emulator, tmp_path: 
     device = Device("sm90a", torch.device("cpu"), kernels, error, counters)
     layers = pack.experts.layers[1:3]
     seen: list[tuple[int, int]] = []
+    sizes = TierSizes(num_slots=5, num_static=0, num_places=32, num_staging=2, num_rows=32)
     experts = open_cached(
-        pack, "w2", layers, device, 5, lambda done, total: seen.append((done, total))
+        pack, "w2", layers, device, sizes, progress=lambda done, total: seen.append((done, total))
     )
     for layer_idx in layers:
         ids = torch.tensor([[3, 0, 7], [3, 15, 7]])

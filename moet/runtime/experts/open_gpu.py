@@ -1,0 +1,193 @@
+"""Opens a pack's experts for a GPU: rows that stay there, in pinned host memory, or on disk."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from moet.errors import CheckpointError, ConfigError
+from moet.kernels.device_gemm import Device
+from moet.models.expert_encoder import Tier
+from moet.models.pack import Pack
+from moet.runtime.experts.build import Progress, row_name
+from moet.runtime.experts.disk import RowFile
+from moet.runtime.experts.feeder import ON_DISK, RowFeeder
+from moet.runtime.experts.gpu import FETCH_TIMEOUT_S, CachedExperts, HostSide
+from moet.runtime.experts.host import Arena, mapped_numbers, page_aligned
+from moet.runtime.experts.sizes import GIB, TierSizes
+
+logger = logging.getLogger(__name__)
+
+START_READERS = 16  # threads that fill the arena; rows come from the page cache if they are there
+MIN_REQUESTS = 1024  # that the ring between device and feeder holds
+
+
+def open_cached(
+    pack: Pack,
+    tier: Tier,
+    layers: Sequence[int],
+    gpu: Device,
+    sizes: TierSizes,
+    *,
+    heat: Sequence[int] = (),
+    num_readers: int = 4,
+    read_timeout_s: float = FETCH_TIMEOUT_S,
+    progress: Progress = lambda done, total: None,
+) -> CachedExperts:
+    """A pack's rows of these layers behind a pool on the GPU.
+
+    heat: rows of the pack to begin with, best first. progress: bytes done and in all. Raises
+    ConfigError if memory is not to be had, CheckpointError if the pack has no such tier or no row
+    bases, and ExpertReadError.
+    """
+    form, experts = pack.format(tier), pack.experts
+    started = perf_counter()
+    file_rows = [
+        experts.row(layer_idx, e) for layer_idx in layers for e in range(experts.num_experts)
+    ]
+    bases = row_bases(pack, tier, layers)
+    on_gpu = gpu.torch_device.type == "cuda"
+    number = {row: n for n, row in enumerate(file_rows)}
+    hot = [number[row] for row in heat if row in number]
+    ranked = list(dict.fromkeys([*hot, *range(len(file_rows))]))
+    static, rest = ranked[: sizes.num_static], ranked[sizes.num_static :]
+    in_arena = sorted(rest[: sizes.num_places])
+    path, _ = pack.row_place(tier, experts.layers[0], 0)
+    file = RowFile(path, form.row_bytes, num_readers=START_READERS, direct=False)
+    try:
+        arena = Arena(
+            len(in_arena),
+            form.row_bytes,
+            pin=on_gpu,
+            fill=lambda first, chunk: read_rows(
+                file, [file_rows[n] for n in in_arena[first : first + len(chunk)]], chunk
+            ),
+            progress=progress,
+        )
+        host = _host_side(
+            pack, tier, arena, in_arena, file_rows, sizes, pin=on_gpu, num_readers=num_readers
+        )
+        cached = CachedExperts(
+            gpu.launcher,
+            form,
+            host,
+            bases.to(gpu.torch_device),
+            layers,
+            sizes.num_slots,
+            error=gpu.error,
+            timeout_s=read_timeout_s,
+        )
+        _fill(cached, file, static, [file_rows[n] for n in static])
+    finally:
+        file.close()
+    warm = [n for n in hot if n not in set(static)]
+    place = {row: index for index, row in enumerate(in_arena)}
+    warm = [n for n in warm if n in place][: sizes.num_slots - sizes.num_static]
+    cached.fill(warm, [arena.place(place[n]) for n in warm])
+    if on_gpu:
+        torch.cuda.synchronize(gpu.torch_device)
+    if host.feeder is not None:
+        host.feeder.start()
+    seconds = perf_counter() - started
+    logger.info(
+        "experts %s: %d slots (%d static), %d in host memory, of %d rows; %.2f GiB in %.1f s",
+        tier,
+        sizes.num_slots,
+        len(static),
+        len(in_arena),
+        len(file_rows),
+        len(in_arena) * form.row_bytes / GIB,
+        seconds,
+    )
+    return cached
+
+
+def row_bases(pack: Pack, tier: Tier, layers: Sequence[int]) -> Tensor:
+    """[rows of these layers, ...] uint8. Raises CheckpointError if the pack has none."""
+    bases = [
+        pack.row_base(tier, layer_idx, expert_id)
+        for layer_idx in layers
+        for expert_id in range(pack.experts.num_experts)
+    ]
+    if bases[0].numel() == 0:
+        raise CheckpointError(f"{pack.folder} has no row bases of its {tier} experts for a GPU")
+    return torch.stack(bases)
+
+
+def read_rows(file: RowFile, rows: Iterable[int], out: Tensor) -> None:
+    """Rows of a file into the rows of out, several at a time. Raises ExpertReadError."""
+    under_way: deque[Future[None]] = deque()
+    for row, place in zip(rows, out, strict=True):
+        if len(under_way) == 2 * START_READERS:
+            under_way.popleft().result()
+        under_way.append(file.read(row, place))
+    for reading in under_way:
+        reading.result()
+
+
+def least_places(num_experts: int) -> int:
+    """Rows that host memory must hold if others are on disk: those that a fetch may be reading and
+    as many that it may be waiting for."""
+    return 2 * num_experts
+
+
+def _host_side(
+    pack: Pack,
+    tier: Tier,
+    arena: Arena,
+    in_arena: Sequence[int],
+    file_rows: Sequence[int],
+    sizes: TierSizes,
+    *,
+    pin: bool,
+    num_readers: int,
+) -> HostSide:
+    """What is behind the pool: the arena alone, or with a feeder that reads what is not there."""
+    if len(in_arena) == len(file_rows):
+        return HostSide(arena=arena)
+    try:
+        place_of = mapped_numbers(len(file_rows), ON_DISK, pin=pin)
+        place_of[torch.tensor(in_arena, dtype=torch.int64)] = torch.arange(
+            len(in_arena), dtype=torch.int32
+        )
+        if sizes.all_in_memory:
+            return HostSide(arena=arena, place_of=place_of)
+        num_experts = pack.experts.num_experts
+        least = least_places(num_experts)
+        if len(in_arena) < least:
+            size = least * arena.chunks[0].shape[1] / GIB
+            raise ConfigError(
+                f"--host-experts holds {len(in_arena)} rows; with others on disk a GPU needs "
+                f"{least}, {size:.2f} GiB"
+            )
+        num_requests = max(MIN_REQUESTS, 1 << (4 * num_experts - 1).bit_length())
+        requests = mapped_numbers(1 + num_requests, 0, pin=pin)
+    except BaseException:
+        arena.close()
+        raise
+    path, _ = pack.row_place(tier, pack.experts.layers[0], 0)
+    name_of: Callable[[int], str] = lambda row: row_name(pack, row)  # noqa: E731
+    feeder = RowFeeder(
+        arena,
+        RowFile(path, arena.chunks[0].shape[1], name_of=name_of, num_readers=num_readers),
+        place_of,
+        requests,
+        file_rows=file_rows,
+        in_flight=num_experts,
+    )
+    return HostSide(arena=arena, place_of=place_of, requests=requests, feeder=feeder)
+
+
+def _fill(cached: CachedExperts, file: RowFile, static: Sequence[int], rows: Sequence[int]) -> None:
+    """Static rows into their slots, a few at a time."""
+    buffer = page_aligned(START_READERS * file.row_bytes).view(START_READERS, file.row_bytes)
+    for first in range(0, len(rows), START_READERS):
+        part = static[first : first + START_READERS]
+        read_rows(file, rows[first : first + len(part)], buffer[: len(part)])
+        cached.fill(part, list(buffer), static=True)

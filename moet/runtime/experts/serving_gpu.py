@@ -1,0 +1,190 @@
+"""From settings to the experts that an engine serves with on a GPU: their tiers and their books."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from moet.config import EngineConfig
+from moet.errors import ConfigError, RequestError
+from moet.kernels.device_gemm import Device
+from moet.models.base import ResidentProvider
+from moet.models.expert_encoder import Tier
+from moet.models.pack import Pack
+from moet.runtime.experts.build import Progress
+from moet.runtime.experts.gpu import CachedExperts
+from moet.runtime.experts.heat import read_heat, write_heat
+from moet.runtime.experts.layer_stream import ByLength, LayerStream, stream_from
+from moet.runtime.experts.load import pack_experts
+from moet.runtime.experts.open_gpu import open_cached
+from moet.runtime.experts.precision import PrecisionSet
+from moet.runtime.experts.serving import default_policy, formats_of, heat_path
+from moet.runtime.experts.sizes import GIB, TierSizes, tier_sizes
+from moet.runtime.memory import HOST_RESERVE_BYTES
+from moet.runtime.metrics import ExpertStats
+from moet.runtime.plan_types import ExpertPlan
+
+logger = logging.getLogger(__name__)
+
+
+def device_sizes(
+    config: EngineConfig, tier: Tier, plan: ExpertPlan, *, row_bytes: int, top_k: int, free: int
+) -> TierSizes | None:
+    """The tiers of a format's rows; None if all are to be on the GPU.
+
+    plan: what fits, of the default policy's format. free: bytes of host memory. Raises ConfigError
+    if a step's experts do not fit the pool or rows would have no place.
+    """
+    experts, tiers = config.experts, formats_of(config)
+    second = tier != tiers[0]
+    pool_bytes = experts.fp4_pool_bytes if second else experts.pool_bytes
+    static_bytes = 0 if second else experts.static_bytes
+    num_rows, num_experts = plan.num_rows, plan.num_layer_rows
+    if pool_bytes is None and second:
+        pool_bytes = num_experts * row_bytes
+    elif pool_bytes is None:
+        if plan.num_static == num_rows:
+            return None
+        static_bytes = plan.num_static * row_bytes
+        pool_bytes = (plan.num_static + plan.num_cached) * row_bytes
+    elif pool_bytes // row_bytes >= num_rows and plan.num_static == num_rows:
+        return None
+    sizes = tier_sizes(
+        row_bytes=row_bytes,
+        num_rows=num_rows,
+        top_k=top_k,
+        pool_bytes=pool_bytes,
+        host_bytes=free if experts.host_bytes is None else experts.host_bytes // len(tiers),
+        static_bytes=static_bytes,
+        disk=experts.disk,
+        pool_flag="--fp4-pool" if second else "--expert-pool",
+    )
+    scheduler = config.scheduler
+    rows = scheduler.max_num_seqs * (1 + scheduler.num_spec_tokens)
+    least = min(num_experts, rows * top_k if sizes.all_in_memory else num_experts)
+    if sizes.num_slots - sizes.num_static < least:
+        why = f"{rows} decoding rows" if sizes.all_in_memory else "a prompt, where rows are on disk"
+        raise ConfigError(
+            f"{'--fp4-pool' if second else '--expert-pool'} gives {sizes.num_slots} slots of "
+            f"{row_bytes} bytes, {sizes.num_static} of them static; {why} may ask for {least} "
+            f"experts of a layer: give it {(least + sizes.num_static) * row_bytes / GIB:.2f} GiB, "
+            "or lower --max-num-seqs"
+        )
+    return sizes
+
+
+class DeviceServed:
+    """The experts of a server on a GPU. `precisions` is what the core computes with."""
+
+    def __init__(
+        self,
+        pack: Pack,
+        config: EngineConfig,
+        plan: ExpertPlan,
+        gpu: Device,
+        layers: Sequence[int],
+        progress: Progress,
+    ) -> None:
+        """layers: those whose experts are read. Raises ConfigError, CheckpointError."""
+        self.identity = ""
+        self.caches: list[CachedExperts] = []
+        self._heat_files: list[tuple[CachedExperts, Path]] = []
+        self._pack = pack
+        providers: dict[str, ResidentProvider] = {}
+        try:
+            for tier in formats_of(config):
+                providers[tier] = self._open(config, tier, plan, gpu, layers, progress)
+        except BaseException:
+            self.close()
+            raise
+        self.precisions = PrecisionSet(
+            default_policy(config),
+            providers,
+            offered=config.experts.offered,
+            prefill=config.experts.prefill_precision,
+            tau=config.experts.tau,
+        )
+
+    def stats(self) -> ExpertStats:
+        """Where rows are, what was asked for, and what the gate did."""
+        precisions = self.precisions
+        return ExpertStats(
+            layers=[],
+            tiers=[cache.stats() for cache in self.caches],
+            tau=precisions.tau,
+            num_gate_rows=precisions.num_judged,
+            num_gated_rows=precisions.num_again,
+        )
+
+    def tune(self, *, tau: float | None = None, pool_bytes: int | None = None) -> None:
+        """Change what may change while a server runs. Raises RequestError, changing nothing."""
+        if pool_bytes is not None:
+            message = "a GPU's pool is part of its captured steps: start with another --expert-pool"
+            raise RequestError(message, param="expert_pool")
+        if tau is not None and not 0 <= tau <= 1:
+            raise RequestError(f"tau is {tau}; it must be from 0 to 1", param="tau")
+        if tau is not None:
+            self.precisions.tau = tau
+
+    def explain(self) -> str | None:
+        """Which rows could not be read lately, and why."""
+        return "; ".join(filter(None, (cache.explain() for cache in self.caches))) or None
+
+    def close(self) -> None:
+        """Keep the heat for the next start, and let go of files and memory."""
+        for cache, path in self._heat_files:
+            pack_rows = [
+                self._pack.experts.row(layer, e)
+                for layer in cache.layers
+                for e in range(cache.num_experts)
+            ]
+            write_heat(path, [pack_rows[row] for row in cache.heat()], self._pack.experts.num_rows)
+        for cache in self.caches:
+            cache.close()
+
+    def _open(
+        self,
+        config: EngineConfig,
+        tier: Tier,
+        plan: ExpertPlan,
+        gpu: Device,
+        layers: Sequence[int],
+        progress: Progress,
+    ) -> ResidentProvider:
+        pack, form = self._pack, self._pack.format(tier)
+        top_k = int(pack.config["num_experts_per_tok"])
+        kept = config.cache.host_budget_bytes + config.cache.host_cache_bytes
+        free = psutil.virtual_memory().available - HOST_RESERVE_BYTES - kept
+        sizes = device_sizes(
+            config, tier, plan, row_bytes=form.row_bytes, top_k=top_k, free=max(0, free)
+        )
+        if sizes is None:
+            return pack_experts(
+                pack,
+                tier,
+                layers,
+                gpu.torch_device,
+                lambda report: progress(report.done_bytes, report.total_bytes),
+            )
+        path = heat_path(config.experts, pack, tier)
+        cache = open_cached(
+            pack,
+            tier,
+            layers,
+            gpu,
+            sizes,
+            heat=read_heat(path, pack.experts.num_rows),
+            num_readers=config.experts.num_readers,
+            read_timeout_s=config.experts.read_timeout_s,
+            progress=progress,
+        )
+        self.caches.append(cache)
+        self._heat_files.append((cache, path))
+        if not sizes.all_in_memory:
+            return cache
+        stream = LayerStream(cache.form, cache.bases, cache.layers, cache.copy_rows)
+        free_slots = sizes.num_slots - sizes.num_static
+        return ByLength(cache, stream, stream_from(cache.num_experts, top_k, free_slots))
