@@ -34,9 +34,11 @@ class DraftGraphs:
     def tensors(self, num_seqs: int) -> DraftTensors:
         """Those that the pieces for so many sequences read and write."""
         if num_seqs not in self._tensors:
-            self._tensors[num_seqs] = DraftTensors(
-                num_seqs, self.num_drafts, self._vocab_size, self._works.queue.device
-            )
+            queue = self._works.queue
+            with queue.working():
+                self._tensors[num_seqs] = DraftTensors(
+                    num_seqs, self.num_drafts, self._vocab_size, queue.device
+                )
         return self._tensors[num_seqs]
 
     def extension(

@@ -252,7 +252,8 @@ class GraphRunner:
         key = shape.num_seqs, shape.num_rows
         if key not in self._steps:
             device, no_slot = self.queue.device, self.state.num_slots
-            self._steps[key] = StepTensors(*key, device, no_slot=no_slot, arch=self.arch)
+            with self.queue.working():
+                self._steps[key] = StepTensors(*key, device, no_slot=no_slot, arch=self.arch)
         return self._steps[key]
 
     def read(self, number: int) -> None:
