@@ -4,71 +4,34 @@
 
 Greedy answers to held-out questions through moet's own engine: exact sums, needles by
 distance, tool calls token for token, JSON against its schema; perplexity of the wanted answers; how
-many drafts hold, by place. `--only` measures some variants and keeps the others as they were.
+many drafts hold, by place. Each part of each variant is a process with one thread, `--jobs` of
+them at a time. `--only` measures some variants and `--deadline-s` stops in time; what is not
+measured stays as it was and is listed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
+import multiprocessing as mp
 import os
-import tempfile
+import queue
 import time
+import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass
+from multiprocessing.queues import Queue
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from bench.quality_codebook import ASYMMETRIC, SYMMETRIC, write_codebook
-from bench.quality_tasks import (
-    NEEDLE_WORDS,
-    STORY,
-    TASKS,
-    Question,
-    follows_schema,
-    held_out,
-    is_right,
-    needles,
-    said,
-)
-from bench.train_demo.corpus import Renderer
+from bench.quality_codebook import ASYMMETRIC, SYMMETRIC
+from bench.quality_measure import PARTS, Amount, Finding, Variant, measure
+from bench.quality_report import Models, judged, plot, table
 from bench.train_demo.tokenizer import Family
 from moet.bench import results
-from moet.config import (
-    CacheConfig,
-    ExpertConfig,
-    KVDtype,
-    ModelSettings,
-    Precision,
-    SchedulerConfig,
-)
-from moet.models.checkpoint import Checkpoint
-from moet.models.convert import convert
-from moet.models.convert_plan import ConvertOptions
-from moet.models.release import DenseDtype
-from moet.models.w2 import ScaleRule
-from moet.runtime.engine import Engine
-from moet.types import SamplingParams
+from moet.config import ExpertConfig, Precision
 
 RESULTS = Path(__file__).parent / "results" / "quality.json"
-NUM_DRAFTS = 4
-SAMPLE_TOKENS = 160
-OFFICIAL_TARGETS = {"sum": 0.9, "problem": 0.9, "tool_call": 0.95, "needle": 0.95}
-FIRST_DRAFT_TARGET = 0.7
-KEPT = {"w2": 0.9, "fp4": 0.99, "gate": 0.99}  # of what the official precision reaches
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """One row of the table. levels: of the experts, if the checkpoint is to have only a few."""
-
-    name: str
-    precision: Precision = "fp4"
-    kv_dtype: KVDtype = "fp8"
-    scale_rule: ScaleRule = "mse"
-    dense_dtype: DenseDtype = "keep"
-    levels: tuple[float, ...] | None = None
-    experts: ExpertConfig = ExpertConfig()  # noqa: RUF009, frozen
 
 
 def _gate(tau: float, prefill: Precision | None = None) -> Variant:
@@ -79,16 +42,16 @@ def _gate(tau: float, prefill: Precision | None = None) -> Variant:
 
 SHARED = (
     Variant("official"),
-    Variant("w2 inherit", precision="w2", scale_rule="inherit"),
     Variant("w2 mse", precision="w2"),
-    Variant("levels -4 -1 1 4", levels=SYMMETRIC),
+    _gate(0.6, prefill="fp4"),
+    Variant("w2 inherit", precision="w2", scale_rule="inherit"),
     Variant("levels -3 -1 0.5 4", levels=ASYMMETRIC),
-    Variant("official, kv bf16", kv_dtype="bf16"),
-    _gate(0.4),
+    Variant("levels -4 -1 1 4", levels=SYMMETRIC),
     _gate(0.6),
     _gate(0.8),
-    _gate(0.6, prefill="fp4"),
+    _gate(0.4),
     Variant("fp4", precision="w2", experts=ExpertConfig(policy="fp4")),
+    Variant("official, kv bf16", kv_dtype="bf16"),
 )
 VARIANTS: dict[Family, tuple[Variant, ...]] = {
     "deepseek-v4": SHARED,
@@ -101,265 +64,140 @@ VARIANTS: dict[Family, tuple[Variant, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Amount:
-    """How much is asked."""
+class Job:
+    """What one process does."""
 
-    questions: int  # per task
-    needles: int  # per length
-    longest: int  # tokens
-
-
-def ask(engine: Engine, renderer: Renderer, questions: list[Question]) -> dict[str, float]:
-    """Shares of right answers, and for JSON also of valid ones."""
-    ends = engine.text.tokenizer.eos_token_ids
-    longest = max(len(question.rendered.completion) for question in questions)
-    params = SamplingParams(temperature=0.0, max_tokens=longest + 32)
-    done = engine.generate([list(question.rendered.prompt) for question in questions], params)
-    right = valid = 0
-    for question, completion in zip(questions, done, strict=True):
-        answer = said(renderer.tokenizer, completion.choices[0].token_ids, ends)
-        wanted = said(renderer.tokenizer, question.rendered.completion, ends)
-        right += is_right(question, answer, wanted)
-        valid += question.sample.task == "json" and follows_schema(question.sample, answer)
-    found = {"right": right / len(questions), "questions": float(len(questions))}
-    if questions[0].sample.task == "json":
-        found["valid"] = valid / len(questions)
-    return found
+    family: Family
+    folder: Path
+    variant: Variant
+    part: str
+    amount: Amount
 
 
-def perplexity(engine: Engine, questions: list[Question]) -> float:
-    """Of the wanted answers, given their prompts."""
-    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-    total, count = 0.0, 0
-    prompts = [question.rendered.prompt + question.rendered.completion for question in questions]
-    for question, done in zip(questions, engine.generate(prompts, params), strict=True):
-        entries = (done.prompt_logprobs or [])[len(question.rendered.prompt) :]
-        total += sum(entry.logprobs[0] for entry in entries if entry is not None)
-        count += len(entries)
-    return math.exp(-total / count)
+Findings: TypeAlias = "Queue[tuple[Job, Finding | None]]"
 
 
-def samples(engine: Engine, questions: list[Question]) -> list[dict[str, str]]:
-    """Whole answers for people to read, with their markup."""
-    params = SamplingParams(temperature=0.0, max_tokens=SAMPLE_TOKENS)
-    prompts = [question.rendered.prompt for question in questions]
-    decode = engine.text.tokenizer.decode
-    return [
-        {
-            "question": question.sample.messages[-2].content,
-            "answer": decode(done.choices[0].token_ids, skip_special=False),
-        }
-        for question, done in zip(questions, engine.generate(prompts, params), strict=True)
-    ]
+def _work(job: Job, out: Findings) -> None:
+    """Hand on every finding of a job, then None."""
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        for finding in measure(job.family, job.folder, job.variant, job.part, job.amount):
+            out.put((job, finding))
+    except Exception:  # the other jobs go on
+        print(f"{job.family}, {job.variant.name}, {job.part}:\n{traceback.format_exc()}")
+    out.put((job, None))
 
 
-def speed(engine: Engine, question: Question) -> dict[str, float]:
-    """Of one stream, the best of three: tokens per second on a machine of this load, and the
-    processor time of a token, which others' load hardly changes."""
-    params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
-    best = best_cpu = math.inf
-    for _ in range(3):
-        began, cpu_began, num_tokens = 0.0, 0.0, 0
-        for output in engine.stream(question.rendered.prompt, params):
-            if not num_tokens:
-                began, cpu_began = time.perf_counter(), time.process_time()
-            num_tokens += len(output.token_ids)
-        best = min(best, (time.perf_counter() - began) / (num_tokens - 1))
-        best_cpu = min(best_cpu, (time.process_time() - cpu_began) / (num_tokens - 1))
-    load = os.getloadavg()[0]
-    return {"tokens_per_s": 1 / best, "cpu_ms_per_token": 1000 * best_cpu, "load": load}
+def run(jobs: list[Job], models: Models, *, at_a_time: int, deadline_s: float) -> None:
+    """Do the jobs and put what they find into `models`; ends those that run past the deadline."""
+    context = mp.get_context("spawn")
+    found: Findings = context.Queue()
+    end = time.monotonic() + deadline_s
+    waiting, running = list(reversed(jobs)), {}
+    while (waiting or running) and time.monotonic() < end:
+        while waiting and len(running) < at_a_time:
+            job = waiting.pop()
+            running[job] = context.Process(target=_work, args=(job, found), daemon=True)
+            running[job].start()
+        try:
+            job, finding = found.get(timeout=1.0)
+        except queue.Empty:
+            for job in [job for job, process in running.items() if process.exitcode]:
+                print(f"{job.family}, {job.variant.name}, {job.part}: died", flush=True)
+                del running[job]
+            continue
+        if finding is None:
+            running.pop(job, None)
+        else:
+            _keep(models, job, finding)
+    for process in running.values():
+        process.terminate()
+    for job in [*running, *waiting]:
+        print(f"not finished: {job.family}, {job.variant.name}, {job.part}", flush=True)
 
 
-def drafts(engine: Engine, questions: list[Question]) -> dict[str, Any]:
-    """How many drafts held, by place among a step's, and the tokens of a step."""
-    before = engine.stats()
-    params = SamplingParams(temperature=0.0, max_tokens=96)
-    engine.generate([question.rendered.prompt for question in questions], params)
-    after = engine.stats()
-    num_steps = after.num_drafts - before.num_drafts
-    held = [0] * NUM_DRAFTS
-    for stats, sign in ((after, 1), (before, -1)):
-        for position, number in enumerate(stats.num_accepted_by_position):
-            held[position] += sign * number
-    return {
-        "steps": num_steps,
-        "held": [number / num_steps for number in held],
-        "tokens_per_step": 1 + sum(held) / num_steps,
-    }
+def _keep(models: Models, job: Job, finding: Finding) -> None:
+    row = models.setdefault(job.family, {}).setdefault(job.variant.name, {})
+    place = row.setdefault(finding.section, {}) if finding.section else row
+    place[finding.name] = finding.value
 
 
-def measure(
-    folder: Path, renderer: Renderer, variant: Variant, packs: Path, amount: Amount
-) -> dict[str, Any]:
-    """One variant: every task at one precision."""
-    row: dict[str, Any] = {"tasks": {}, "needle": {}}
-    if variant.levels is not None:
-        source, folder = folder, packs / f"{folder.name}-{len(list(packs.iterdir()))}"
-        row["errors"] = write_codebook(source, folder, variant.levels)
-    pack = packs / f"{folder.name}-{variant.scale_rule}-{variant.dense_dtype}"
-    options = ConvertOptions(scale_rule=variant.scale_rule, dense_dtype=variant.dense_dtype)
-    convert(Checkpoint.open(folder), pack, options)
-
-    def engine(num_drafts: int) -> Engine:
-        return Engine(
-            str(pack),
-            settings=ModelSettings(precision=variant.precision),
-            cache=CacheConfig(kv_dtype=variant.kv_dtype),
-            experts=variant.experts,
-            scheduler=SchedulerConfig(
-                max_num_seqs=16, num_spec_tokens=num_drafts, adaptive_spec=False
-            ),
-        )
-
-    asked = {
-        task: list(held_out(generate, renderer, amount.questions, seed=1))
-        for task, generate in TASKS.items()
-    }
-    told = list(held_out(STORY, renderer, amount.questions, seed=3))
-    firsts = [told[0], *(questions[0] for questions in asked.values())]
-    with engine(0) as plain:
-        for task, questions in asked.items():
-            row["tasks"][task] = ask(plain, renderer, questions)
-            print(f"  {task}: {row['tasks'][task]}", flush=True)
-        for length, num_words in NEEDLE_WORDS.items():
-            if length <= amount.longest and amount.needles:
-                questions = list(needles(renderer, num_words, amount.needles, seed=2))
-                row["needle"][str(length)] = ask(plain, renderer, questions)
-                print(f"  needle {length}: {row['needle'][str(length)]}", flush=True)
-        row["perplexity"] = perplexity(plain, told)
-        row["samples"] = samples(plain, firsts)
-        row["speed"] = speed(plain, told[0])
-        if variant.experts.policy == "gate":
-            gate = plain.tune_experts()
-            row["computed_again"] = gate.num_gated_rows / gate.num_gate_rows
-    with engine(NUM_DRAFTS) as drafting:
-        some = [q for questions in (told, *asked.values()) for q in questions[:4]]
-        row["drafts"] = drafts(drafting, some)
-    shown = {name: row[name] for name in ("perplexity", "speed", "drafts")}
-    print(f"  {shown}", flush=True)
-    return row
+def missing(models: Models, families: Iterable[Family], longest: int) -> list[str]:
+    """What the table does not have."""
+    gaps = []
+    for family in families:
+        for variant in VARIANTS[family]:
+            row = models.get(family, {}).get(variant.name, {})
+            names = [task for tasks in PARTS.values() for task in tasks]
+            gaps += [f"{family}, {variant.name}, {n}" for n in names if n not in _in(row, "tasks")]
+            lengths = [part.split()[1] for part in PARTS if part.startswith("needle")]
+            gaps += [
+                f"{family}, {variant.name}, needle {n}"
+                for n in lengths
+                if int(n) <= longest and n not in _in(row, "needle")
+            ]
+            whole = ("perplexity", "drafts")
+            gaps += [f"{family}, {variant.name}, {n}" for n in whole if n not in row]
+    return gaps
 
 
-def judged(models: dict[str, dict[str, Any]]) -> list[results.Row]:
-    """Every figure as one row, with what it should be."""
-    rows = []
-    for family, variants in models.items():
-        official = _shares(variants.get("official", {}))
-        for name, measured in variants.items():
-            shares = _shares(measured)
-            for case, value in shares.items():
-                target = _target(name, case, official)
-                rows.append(_row(f"{family}, {name}, {case}", value, "share", target))
-            rows.append(
-                _row(f"{family}, {name}, perplexity", measured["perplexity"], "", None, "lower")
-            )
-            if name == "official":
-                told = measured["speed"]
-                note = (
-                    f"CPU, one stream, load {told['load']:.1f}, "
-                    f"{told['cpu_ms_per_token']:.1f} ms of processor time a token"
-                )
-                case = f"{family}, {name}, decoding"
-                rows.append(_row(case, told["tokens_per_s"], "tokens/s", 20.0, note=note))
-            if "computed_again" in measured:
-                case, again = f"{family}, {name}, computed again", measured["computed_again"]
-                rows.append(_row(case, again, "share of rows", None, "lower"))
-    return rows
-
-
-def _shares(measured: dict[str, Any]) -> dict[str, float]:
-    if not measured:
-        return {}
-    shares = {task: found["right"] for task, found in measured["tasks"].items()}
-    shares["json valid"] = measured["tasks"]["json"]["valid"]
-    shares |= {f"needle {n}": found["right"] for n, found in measured["needle"].items()}
-    held = measured["drafts"]["held"]
-    return shares | {f"draft {position + 1}": share for position, share in enumerate(held)}
-
-
-def _target(variant: str, case: str, official: dict[str, float]) -> float | None:
-    kind = case.split()[0]
-    if variant == "official":
-        return FIRST_DRAFT_TARGET if case == "draft 1" else OFFICIAL_TARGETS.get(kind)
-    kept = KEPT.get(variant.split()[0])
-    return None if kept is None or case not in official else kept * official[case]
-
-
-def _row(
-    case: str, value: float, unit: str, target: float | None, better: Any = "higher", note: str = ""
-) -> results.Row:
-    return results.Row(
-        case=case, value=round(value, 4), unit=unit, better=better, target=target, note=note
-    )
-
-
-def plot(models: dict[str, dict[str, Any]], folder: Path) -> None:
-    """One picture per model beside the JSON: tasks, needles by distance, drafts by place."""
-    from matplotlib import pyplot
-
-    for family, variants in models.items():
-        figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(17, 4.5))
-        width = 0.8 / max(len(variants), 1)
-        tasks = list(TASKS)
-        for idx, (name, row) in enumerate(variants.items()):
-            shares = [row["tasks"][task]["right"] for task in tasks]
-            left.bar([x + idx * width for x in range(len(tasks))], shares, width, label=name)
-            lengths = [int(length) for length in row["needle"]]
-            middle.plot(lengths, [each["right"] for each in row["needle"].values()], marker="o")
-            held = row["drafts"]["held"]
-            right.plot(range(1, len(held) + 1), held, marker="o")
-        left.set_xticks([x + 0.4 for x in range(len(tasks))], tasks, rotation=20)
-        left.set_ylabel("share of right answers")
-        middle.set_xlabel("tokens of text")
-        middle.set_ylabel("share of needles found")
-        right.set_xticks(range(1, NUM_DRAFTS + 1))
-        right.set_xlabel("place among a step's drafts")
-        right.set_ylabel("share of steps in which it held")
-        for axis in (left, middle, right):
-            axis.set_ylim(0, 1.05)
-        left.legend(fontsize=7)
-        figure.suptitle(f"{family} demo model, greedy answers to held-out questions")
-        figure.tight_layout()
-        figure.savefig(folder / f"quality-{family}.png", dpi=110)
-        pyplot.close(figure)
+def _in(row: dict[str, Any], section: str) -> dict[str, Any]:
+    return row.get(section) or {}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("models", nargs="+", help="deepseek-v4=FOLDER and glm=FOLDER")
+    parser.add_argument("models", nargs="*", help="deepseek-v4=FOLDER and glm=FOLDER")
     parser.add_argument("--questions", type=int, default=64, help="per task")
-    parser.add_argument("--needles", type=int, default=20, help="per length")
+    parser.add_argument("--texts", type=int, default=4, help="with 16 needles each, per length")
     parser.add_argument("--longest", type=int, default=8000, help="tokens of the longest needles")
     parser.add_argument("--only", default="", help="names of variants, separated by semicolons")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--deadline-s", type=float, default=float("inf"))
+    parser.add_argument("--fresh", action="store_true", help="forget what was measured before")
+    parser.add_argument("--plot", action="store_true", help="only draw what --out holds")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    amount = Amount(args.questions, args.needles, args.longest)
-    kept = json.loads(args.out.read_text())["models"] if args.out.exists() else {}
+    old = json.loads(args.out.read_text()) if args.out.exists() and not args.fresh else {}
+    models: Models = old.get("models", {})
+    if args.plot:
+        plot(models, args.out.parent)
+        return
+    os.environ["OMP_NUM_THREADS"] = "1"
+    folders: dict[Any, Path] = {}
+    for given in args.models:
+        family, _, folder = given.partition("=")
+        folders[family] = Path(folder)
+    amount = Amount(args.questions, args.texts, args.longest)
     wanted = [name.strip() for name in args.only.split(";") if name.strip()]
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as packs:
-        for given in args.models:
-            family, _, folder = given.partition("=")
-            renderer = Renderer(family, Path(folder))
-            for variant in VARIANTS[family]:
-                if wanted and variant.name not in wanted:
-                    continue
-                print(f"{family}: {variant.name}", flush=True)
-                row = measure(Path(folder), renderer, variant, Path(packs), amount)
-                kept.setdefault(family, {})[variant.name] = row
-                command = (
-                    f"python -m bench.quality --questions {amount.questions} "
-                    f"--needles {amount.needles} --longest {amount.longest} "
-                    + " ".join(args.models)
-                )
-                report = results.report(
-                    command,
-                    judged(kept),
-                    hardware=results.this_machine(),
-                    more={"models": kept},
-                )
-                results.write(args.out, report)
-    plot(kept, args.out.parent)
+    jobs = [
+        Job(family, folder, variant, part, amount)
+        for part in PARTS
+        for family, folder in folders.items()
+        for variant in VARIANTS[family]
+        if not wanted or variant.name in wanted
+        if not part.startswith("needle") or int(part.split()[1]) <= args.longest
+    ]
+    began = time.monotonic()
+    # What takes longest begins first, the official precision of each part before the others.
+    jobs.sort(key=lambda job: (-_weight(job.part), job.variant.name != "official"))
+    run(jobs, models, at_a_time=args.jobs, deadline_s=args.deadline_s)
+    more = {"models": models, "not measured": missing(models, folders, args.longest)}
+    command = (
+        f"python -m bench.quality --questions {amount.questions} --texts {amount.texts} "
+        f"--longest {amount.longest} " + " ".join(args.models)
+    )
+    hardware = f"{results.this_machine()}, {args.jobs} processes of one thread"
+    results.write(args.out, results.report(command, judged(models), hardware=hardware, more=more))
+    print(table(models))
+    print(f"{len(more['not measured'])} figures missing; {time.monotonic() - began:.0f} s")
+
+
+def _weight(part: str) -> int:
+    """About how long a part takes beside the others."""
+    return int(part.split()[1]) if part.startswith("needle") else {"text": 3000}.get(part, 5000)
 
 
 if __name__ == "__main__":

@@ -57,13 +57,19 @@ def held_out(generate: Generator, renderer: Renderer, count: int, seed: int) -> 
 
 
 def needles(renderer: Renderer, num_words: int, count: int, seed: int) -> Iterator[Question]:
-    """Needles at evenly spread depths of a text of num_words words."""
+    """Needles at evenly spread depths, each of a text of num_words words of its own."""
     rng, found = random.Random(seed), 0
     while found < count:
         sample = retrieval.needle(rng, num_words, depth=(found + 0.5) / count)
         if sample.held_out:
             found += 1
             yield Question(sample, renderer.render(sample, thinking=False), False)
+
+
+def needle_text(renderer: Renderer, num_words: int, count: int, seed: int) -> list[Question]:
+    """Needles at evenly spread depths of one text of num_words words."""
+    asked = retrieval.shared_needles(random.Random(seed), num_words, count)
+    return [Question(sample, renderer.render(sample, thinking=False), False) for sample in asked]
 
 
 def said(tokenizer: Tokenizer, token_ids: list[int], ends: tuple[int, ...]) -> str:

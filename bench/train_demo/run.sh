@@ -1,32 +1,45 @@
 #!/usr/bin/env bash
-# Train both demo models side by side: run.sh SECONDS TOTAL snapshot|export STATE_FOLDER OUT_FOLDER
-# One accelerator each if there are two, else they share. Falls back to uncompiled blocks.
+# Train one demo model further on the first GPU and score both on the processor:
+#   run.sh FAMILY TRAIN_S SCORE_S STATE_FOLDER OUT_FOLDER [more flags of bench.train_demo.train]
+# The other family is scored while this one trains. Leaves OUT/FAMILY.tar.xz.part* (the export),
+# OUT/quality-*.json and logs. Falls back to uncompiled blocks.
 set -u
-seconds=$1 total=$2 deliver=$3 state=$4 out=$5
-export PYTHONUNBUFFERED=1 TORCHINDUCTOR_CACHE_DIR=$state/inductor OMP_NUM_THREADS=4
-gpus=$(nvidia-smi -L | wc -l)
-workers=$(( $(nproc) / 2 - 1 ))
+family=$1 train_s=$2 score_s=$3 state=$4 out=$5
+shift 5
+python=${PYTHON:-python3} cores=$(nproc)
+other=glm
+[ "$family" = glm ] && other=deepseek-v4
+export PYTHONUNBUFFERED=1 TORCHINDUCTOR_CACHE_DIR=$state/inductor OMP_NUM_THREADS=1
 mkdir -p "$out" "$state"
-begin=$SECONDS
+begin=$SECONDS exported=$out/$family.tar.xz.part0
+jobs=$(( cores * 3 / 8 )) workers=$(( cores * 7 / 16 ))
 
-one() { # FAMILY GPU
-  local log=$out/$1.log
-  local run=(python3 -m bench.train_demo.train "$1" --size narrow --total "$total" --state "$state/$1"
-    --out "$out" --deliver "$deliver" --workers "$workers")
-  CUDA_VISIBLE_DEVICES=$2 "${run[@]}" --seconds "$seconds" >"$log" 2>&1 && return
-  local left=$(( seconds - (SECONDS - begin) ))
-  [ "$left" -gt 60 ] || return 1
-  echo "== again, not compiled, ${left} s" >>"$log"
-  CUDA_VISIBLE_DEVICES=$2 "${run[@]}" --seconds "$left" --rows 32 --no-compile >>"$log" 2>&1
+score() { # NAME FOLDER JOBS SECONDS
+  "$python" -m bench.quality "$1=$2" --fresh --texts 2 --jobs "$3" --deadline-s "$4" \
+    --out "$out/quality-$1.json" >"$out/quality-$1.log" 2>&1
 }
 
-one deepseek-v4 0 &
-one glm $(( gpus > 1 ? 1 : 0 )) &
+train() { # SECONDS, more flags
+  CUDA_VISIBLE_DEVICES=0 OMP_NUM_THREADS=4 "$python" -m bench.train_demo.train "$family" \
+    --size narrow --checkpoint "moet/demo/$family" --total "$1" --seconds "$1" \
+    --state "$state/$family" --out "$out" --workers "$workers" "${@:2}" >>"$out/$family.log" 2>&1
+}
+
+score "$other" "moet/demo/$other" "$jobs" "$(( train_s - 10 ))" &
+(
+  train "$train_s" "$@" && exit
+  left=$(( train_s - (SECONDS - begin) ))
+  echo "== again, not compiled, $left s" >>"$out/$family.log"
+  [ -e "$exported" ] || [ "$left" -lt 60 ] || train "$left" "$@" --rows 32 --no-compile
+) &
+trainer=$!
+while kill -0 $trainer 2>/dev/null && [ ! -e "$exported" ]; do sleep 1; done
+if [ -e "$exported" ]; then
+  sleep 2
+  score "$family" "$state/$family/export" "$cores" "$score_s"
+fi
 wait
-for family in deepseek-v4 glm; do
-  echo "== $family"
-  grep -v '^[ {}"]*$' "$out/$family.log" | head -c 1500
-  echo "..."
-  tail -c 4000 "$out/$family.log"
+for log in "$out/$family.log" "$out"/quality-*.log; do
+  echo "== $log"
+  tail -c 3000 "$log"
 done
-ls -l "$out"

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import random
 
-from bench.quality_tasks import Question, follows_schema, held_out, is_right, needles, said
+from bench.quality import missing
+from bench.quality_report import judged
+from bench.quality_tasks import (
+    Question,
+    follows_schema,
+    held_out,
+    is_right,
+    needle_text,
+    needles,
+    said,
+)
 from bench.train_demo.data import records, sums, tools
 from bench.train_demo.data.sample import draw
 from tests.bench.demo_rig import renderer
@@ -41,6 +51,21 @@ def test_questions_are_distinct_and_held_out() -> None:
     assert len({question.sample.key for question in asked}) == 5
     assert all(question.sample.held_out for question in asked)
     assert all(q.sample.held_out for q in needles(renderer("glm"), 60, 3, seed=3))
+    of_one = needle_text(renderer("glm"), 60, 3, seed=3)
+    assert len({tuple(q.rendered.prompt[:60]) for q in of_one}) == 1
+
+
+def test_what_is_not_measured_is_listed_and_the_rest_is_judged() -> None:
+    def row(share: float) -> dict[str, object]:
+        return {"tasks": {"sum": {"right": share, "questions": 2.0}}}
+
+    models = {"glm": {"official": row(1.0), "w2 mse": row(0.5)}}
+    targets = {each.case: (each.value, each.target) for each in judged(models)}
+    assert targets == {"glm, official, sum": (1.0, 0.9), "glm, w2 mse, sum": (0.5, 0.9)}
+    gaps = missing(models, ["glm"], longest=1000)
+    assert "glm, official, sum" not in gaps
+    assert {"glm, official, problem", "glm, w2 mse, needle 1000", "glm, fp4, sum"} <= set(gaps)
+    assert "glm, official, needle 2000" not in gaps
 
 
 def test_a_tool_s_result_may_be_told_in_other_words() -> None:
