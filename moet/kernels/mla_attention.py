@@ -117,13 +117,14 @@ def latent_attention(
     [T, H, latent_dim] in the dtype of query.
     """
     out = torch.zeros(*query.shape[:2], latent_dim, dtype=query.dtype, device=query.device)
-    no_sink = torch.full((query.shape[1],), -torch.inf)
+    no_sink = torch.full((query.shape[1],), -torch.inf, device=query.device)
+    every = torch.arange(rows.max_entries(1), device=query.device)
     for first, last in rows.sequences():
         chosen = [row[row >= 0].long() for row in selected[first:last]]
         if last - first == 1:  # read no more than is used
-            places, chosen = chosen[0], [torch.arange(len(chosen[0]))]
+            places, chosen = chosen[0], [every[: len(chosen[0])]]
         else:
-            places = torch.arange(int(rows.positions[last - 1]) + 1)
+            places = every[: int(rows.positions[last - 1]) + 1]
         entries = latents.read(rows.entry_slots(rows.page_rows[first], places, 1))
         mixed = sparse_attention(
             query[first:last],

@@ -271,15 +271,15 @@ def turn_queries(
     elif INDEX_HEADS > 0:
         h = (part - PARTS) * EACH + tl.arange(0, EACH)
         real = (h < INDEX_HEADS)[:, None]
-        at = h[:, None] * INDEX_DIM + tl.arange(0, INDEX_DIM)[None, :]
+        place = h[:, None] * INDEX_DIM + tl.arange(0, INDEX_DIM)[None, :]
         own = q + row * stride + HEADS * (NOPE + ROPE)
-        x = tl.load(own + at, mask=real, other=0.0).to(tl.float32)
-        x = rotate_first(x, cos_ptr, sin_ptr, row, EACH, INDEX_DIM, ROPE)
-        x = x.to(q.dtype.element_ty).to(tl.float32)
-        byte = e4m3_exponent(tl.max(tl.abs(x), 1))
-        code = e4m3_codes(x * power_of_two(254 - byte)[:, None]).to(tl.uint8)
+        wide = tl.load(own + place, mask=real, other=0.0).to(tl.float32)
+        wide = rotate_first(wide, cos_ptr, sin_ptr, row, EACH, INDEX_DIM, ROPE)
+        wide = wide.to(q.dtype.element_ty).to(tl.float32)
+        byte = e4m3_exponent(tl.max(tl.abs(wide), 1))
+        code = e4m3_codes(wide * power_of_two(254 - byte)[:, None]).to(tl.uint8)
         value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32) * power_of_two(byte)[:, None]
-        tl.store(index + row * INDEX_HEADS * INDEX_DIM + at, value, mask=real)
+        tl.store(index + row * INDEX_HEADS * INDEX_DIM + place, value, mask=real)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
