@@ -119,7 +119,8 @@ def store_fp8_row(
     ROPE: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
 ):
-    """Encode one row ([DIM] fp32) in the layout of cache.Fp8Rows at a slot."""
+    """Encode one row ([DIM] fp32) in the layout of cache.Fp8Rows at a slot; all of its bytes, so
+    that equal rows are equal bytes."""
     NOPE: tl.constexpr = DIM - ROPE
     DATA: tl.constexpr = NOPE + 2 * ROPE
     BLOCKS: tl.constexpr = DIM // 64
@@ -137,6 +138,8 @@ def store_fp8_row(
     tl.store(rope + (d - NOPE), blocks.to(tl.bfloat16), mask=d >= NOPE)
     scales = page + ENTRIES * DATA + place * SCALE_BYTES
     tl.store(scales + b, byte.to(tl.uint8), mask=b < NOPE // 64)
+    s = tl.arange(0, SCALE_BYTES)
+    tl.store(scales + s, tl.zeros([SCALE_BYTES], tl.uint8), mask=s >= NOPE // 64)
 
 
 @triton.jit
