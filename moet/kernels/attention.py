@@ -4,16 +4,22 @@ handed one sequence's decoded rows, `window_attention` finds the rows of a whole
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 
-from moet.kernels.cache import Cache, EntryFormat, fp8_rows_fit
+from moet.kernels.cache import Cache, EntryFormat, Fp8Rows, fp8_rows_fit
 from moet.kernels.gemm import matmul
 from moet.kernels.quant import Activations
 from moet.kernels.registry import GPU_ARCHS, op
 from moet.kernels.rope import rope
 from moet.kernels.rows import Rows
+
+if TYPE_CHECKING:
+    from moet.kernels.device_attention import PlacedSink
+
+Sink: TypeAlias = "Tensor | PlacedSink"  # [H] fp32; placed on a GPU that has a kernel for chunks
 
 
 def attend(q: Tensor, rows: Tensor, sink: Tensor, scale: float) -> Tensor:
@@ -102,7 +108,7 @@ def window_attention(
 @op(tolerance=2**-4)  # one step of e4m3
 def window_attention_q(
     q: Tensor,
-    sink: Tensor,
+    sink: Sink,
     window: Cache,
     chunk: Cache | None,
     entries: Cache | None,
@@ -121,6 +127,7 @@ def window_attention_q(
     Returns [T * num_groups, H * dim / num_groups], row token * num_groups + group; on a GPU steps
     of few rows have codes and no values.
     """
+    assert isinstance(sink, Tensor)
     out = window_attention.reference(
         q,
         sink,
@@ -182,8 +189,21 @@ def _rows_fit(*, arch: str, form: EntryFormat, num_heads: int) -> bool:
 window_attention.impl_in("moet.kernels.triton_attention", "triton_fp8", supports=_rows_fit)
 
 
-def _groups_fit(*, arch: str, form: EntryFormat, num_heads: int) -> bool:
-    return _rows_fit(arch=arch, form=form, num_heads=num_heads) and form.width % 128 == 0
+def chunks_fit(*, arch: str, form: EntryFormat, num_heads: int) -> bool:
+    """Whether chunks have a kernel of their own: of 64 heads over released rows, on sm_90a."""
+    released = isinstance(form, Fp8Rows) and (form.width, form.nope_dim) == (512, 448)
+    return arch == "sm90a" and released and num_heads == 64
 
 
+def _placed_fits(*, arch: str, form: EntryFormat, num_heads: int, placed: bool = False) -> bool:
+    """placed: the sink is a PlacedSink."""
+    return placed and chunks_fit(arch=arch, form=form, num_heads=num_heads)
+
+
+def _groups_fit(*, arch: str, form: EntryFormat, num_heads: int, placed: bool = False) -> bool:
+    fits = _rows_fit(arch=arch, form=form, num_heads=num_heads)
+    return not placed and fits and form.width % 128 == 0
+
+
+window_attention_q.impl_in("moet.kernels.device_attention", "cuda_chunks", supports=_placed_fits)
 window_attention_q.impl_in("moet.kernels.triton_attention", "triton_fp8", supports=_groups_fit)

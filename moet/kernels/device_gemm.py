@@ -49,6 +49,7 @@ class Device:
     ErrorBit); whoever runs a step reads it. counters: int32, zero between launches. fused_rows: up
     to how many rows the experts of a layer are two launches (`decode_experts.py`). paired_rows: up
     to how many they are four, the routed ones beside the shared one (`paired_experts.py`).
+    chunk_attention: whether chunks attend by a kernel of their own (`device_attention.py`).
     """
 
     arch: str
@@ -58,6 +59,7 @@ class Device:
     counters: Tensor
     fused_rows: int = 0
     paired_rows: int = 0
+    chunk_attention: bool = False
     _group_work: dict[tuple[int, int, int], Work] = field(default_factory=dict)
 
     @classmethod

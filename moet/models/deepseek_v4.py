@@ -12,9 +12,10 @@ from torch import Tensor
 
 from moet.config import KVDtype, ModelSettings
 from moet.errors import CheckpointError, ConfigError
-from moet.kernels.attention import window_attention_q
+from moet.kernels.attention import Sink, chunks_fit, window_attention_q
 from moet.kernels.attention_inputs import CompressorSite, attention_inputs
 from moet.kernels.cache import EntryFormat, copy_entries
+from moet.kernels.device_attention import PlacedSink
 from moet.kernels.device_gemm import Device
 from moet.kernels.device_streams import MixMatrix
 from moet.kernels.gemm import linear_fp32, streamed
@@ -200,7 +201,6 @@ class Attention:
         self.num_heads, self.head_dim, self.num_groups = heads, head_dim, groups
         self.sliding_window, self.q_lora_rank = config.sliding_window, rank
         self.window = layout.place("window", layer_idx)
-        self.sink = weights.fp32("attn_sink", heads)
         self.compressor: Compressor | None = None
         self.indexer: Indexer | None = None
         if self.ratio:
@@ -229,8 +229,20 @@ class Attention:
             index_dim=self.indexer.dim if self.indexer else 0,
             quantised=layout.quantised_index,
         )
-        self._attend = window_attention_q.bind(arch=arch, form=form, num_heads=heads)
+        self.sink = self._placed_sink(weights)
+        self._attend = window_attention_q.bind(
+            arch=arch, form=form, num_heads=heads, placed=isinstance(self.sink, PlacedSink)
+        )
         self._copy = copy_entries.bind(arch=arch, form=form)
+
+    def _placed_sink(self, weights: Weights) -> Sink:
+        """The sink's logits as the form of attention that is bound takes them."""
+        sink, gpu = weights.fp32("attn_sink", self.num_heads), weights.gpu
+        if gpu is None or not gpu.chunk_attention:
+            return sink
+        if not chunks_fit(arch=gpu.arch, form=self.window.form, num_heads=self.num_heads):
+            return sink
+        return PlacedSink(sink, gpu.launcher)
 
     def _load_projections(self, weights: Weights, config: DeepseekV4Config) -> None:
         """Matrices of one input are multiplied at once: fewer and longer streams of weights."""

@@ -18,6 +18,7 @@ from moet.kernels import (
 from moet.kernels.attention_inputs import CompressorSite
 from moet.kernels.cache import Cache, Fp8Rows, Mxfp4Rows, PlainRows
 from moet.kernels.cubin import device_arch
+from moet.kernels.device_attention import attend_chunk
 from moet.kernels.device_gemm import Device
 from moet.kernels.device_streams import MixMatrix
 from moet.kernels.hyper_connection import hc_enter, hc_head_norm, hc_pass
@@ -230,8 +231,19 @@ class Released:
             )
 
         csa, hca = self.kv(64, self.num_pages), self.kv(2, self.num_pages)
-        return {
-            "attention_csa": lambda: call(csa, chosen, 4),
-            "attention_window": lambda: call(None, None, 0),
-            "attention_hca": lambda: call(hca, None, 128),
+        states = {"csa": (csa, chosen, 4), "window": (None, None, 0), "hca": (hca, None, 128)}
+        found: dict[str, Callable[[], object]] = {
+            f"attention_{name}": lambda state=state: call(*state) for name, state in states.items()
         }
+        if self.device.type == "cuda" and chunk is not None:
+            launcher = Device.open(device_arch(self.device), self.device).launcher
+
+            def tiled(entries: Cache | None, selected: Tensor | None, ratio: int) -> object:
+                own = (sink, ring, chunk, entries, selected, *self.cos_sin, self.rows)
+                return attend_chunk(launcher, q, *own, **settings, ratio=ratio)
+
+            found |= {
+                f"attention_{name}_cuda": lambda state=state: tiled(*state)
+                for name, state in states.items()
+            }
+        return found

@@ -1,0 +1,53 @@
+"""The chunk attention kernel on a GPU: the bits of its Triton form at the released shapes."""
+
+import pytest
+import torch
+
+from moet.kernels import triton_attention
+from moet.kernels.cache import Fp8Rows
+from moet.kernels.cubin import device_arch
+from moet.kernels.device_attention import HEADS, ROPE, WIDTH, attend_chunk
+from moet.kernels.device_gemm import Device
+from moet.kernels.rope import rope_cos_sin
+from tests.kernels.accelerated.conftest import INTERPRETED
+from tests.kernels.accelerated.world import filled, make_rows, paged, ringed
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="emulation tests it on a CPU")
+
+
+@pytest.mark.parametrize("kind", ["window", "every", "few", "chosen"])
+def test_chunks_have_the_bits_of_tiles(kind: str, device: torch.device) -> None:
+    if device_arch(device) != "sm90a":
+        pytest.skip("the kernel is sm_90a's")
+    pieces = [(0, 200), (300, 301), (500, 700), (60, 70)]
+    rows = make_rows(pieces, short=False, device=device)
+    num, ratio = len(rows.positions), {"window": 0, "few": 128, "every": 4, "chosen": 4}[kind]
+    ring = ringed(Fp8Rows(WIDTH - ROPE, ROPE, 130), rows)
+    chunk = filled(Fp8Rows(WIDTH - ROPE, ROPE, num), 1, device)
+    entries = None if ratio == 0 else paged(Fp8Rows(WIDTH - ROPE, ROPE, 256 // ratio), rows)
+    selected = None
+    if kind == "chosen":
+        selected = torch.full((num, 128), -1, dtype=torch.int32, device=device)
+        for row, visible in enumerate(rows.visible(ratio).tolist()):
+            some = torch.randperm(visible, device=device)[:128].sort().values
+            selected[row, : len(some)] = some.int()
+    args = (
+        4 * torch.randn(num, HEADS, WIDTH, device=device).bfloat16(),
+        torch.randn(HEADS, device=device),
+        ring,
+        chunk,
+        entries,
+        selected,
+        *rope_cos_sin(rows.positions, torch.rand(ROPE // 2, device=device)),
+        rows,
+    )
+    settings = {"scale": WIDTH**-0.5, "sliding_window": 128, "ratio": ratio}
+    wanted = triton_attention.window_attention(*args, **settings)
+    launcher = Device.open("sm90a", device).launcher
+    found = attend_chunk(launcher, *args, **settings)  # type: ignore[arg-type]
+    assert wanted.isfinite().all()
+    off = (found != wanted).flatten(1).any(1)
+    gap = (found.float() - wanted.float()).abs().max()
+    assert not off.any(), f"{int(off.sum())} of {num} rows differ, by {float(gap)}"
+    again = attend_chunk(launcher, *args, **settings)  # type: ignore[arg-type]
+    assert torch.equal(found, again)
