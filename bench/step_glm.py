@@ -1,0 +1,228 @@
+"""One command for what a GLM-5.2 step costs on one GPU, of as many layers as fit, dummy weights.
+
+    python -m bench.step_glm [--layers 22] [--kv nvfp4] [--dense fp8] [--parts exact,decode,...]
+                             [--commit X] [--out FILE]
+
+Makes the weights on the device; shows that a row's bits are the same in chunks, beside others and
+in decode steps; then times decode steps by streams, rows and context, prompts, and every op against
+its bytes. Figures of a part of the layers are for no table of the whole model: the time of a layer
+is told as well. Each part stands alone: one that fails is told of and the others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from bench.step_h200 import GIB, Bench, op_rows, prompt_rows
+from moet.bench.device_rig import DeviceRig
+from moet.bench.device_step import OpRecorder
+from moet.bench.rig import Shape
+from moet.config import ModelSettings
+from moet.kernels.device_gemm import Device
+from moet.kernels.registry import watching
+from moet.models.base import ForwardInput
+from moet.models.dummy import DummyOptions
+from moet.models.glm_moe_dsa_config import GlmMoeDsaConfig
+from moet.models.synthetic_glm import MODEL_NAME
+from moet.runtime.device_runner import Placement
+from moet.runtime.dummy import DummyModel, dummy_model, open_device, preset_config
+from moet.runtime.queues import CudaGraphs, CudaQueue
+
+RESULTS = Path(__file__).parent / "results" / "step_glm.json"
+PARTS = ("exact", "decode", "ops", "prompts", "long")
+CONTEXT, LONG = 1024, 262_144
+DECODE = ((1, 1), (1, 3), (8, 1), (32, 1))
+EXACT_TOKENS = 2600  # more than are selected, so that the last rows choose
+
+
+class Steps:
+    """Passes over one sequence with state of its own, which begins as the bytes of no entry."""
+
+    def __init__(self, made: DummyModel, device: Device, num_tokens: int) -> None:
+        self.model, self.experts = made.model, made.experts
+        spec = made.model.kv_cache_spec()
+        self.pages = torch.arange(-(-num_tokens // spec.page_size)).unsqueeze(0)
+        shape = self.pages.shape[1]
+        self.kv = {
+            group.name: torch.full(
+                (len(group.layers), shape, group.page_bytes),
+                0x7F,
+                dtype=torch.uint8,
+                device=device.torch_device,
+            )
+            for group in spec.groups
+        }
+
+    def run(self, token_ids: Tensor, start: int) -> Tensor:
+        """Logits of the last rows of a piece of the sequence."""
+        n = len(token_ids)
+        inputs = ForwardInput(
+            token_ids=token_ids,
+            positions=torch.arange(start, start + n),
+            cu_seqlens_q=(0, n),
+            seq_slots=torch.zeros(1, dtype=torch.int64),
+            page_table=self.pages,
+            seq_lens=(start + n,),
+            logits_indices=torch.arange(max(0, n - 4), n),
+        )
+        return self.model.forward(inputs, self.kv, self.experts).logits
+
+
+def exact_rows(bench: Bench, made: DummyModel, device: Device) -> None:
+    """The same tokens in pieces of several sizes: rows that differ in any bit."""
+    with bench.part("exact"):
+        ids = torch.randint(0, made.model.vocab_size, (EXACT_TOKENS,))
+        whole, found = None, {}
+        for name, sizes in {
+            "whole": [EXACT_TOKENS],
+            "again": [EXACT_TOKENS],
+            "chunks": [2048, EXACT_TOKENS - 2048],
+            "small chunks": [300, 2000, EXACT_TOKENS - 2300],
+            "rows at the end": [EXACT_TOKENS - 4, 3, 1],
+            "single rows": [EXACT_TOKENS - 4, 1, 1, 1, 1],
+        }.items():
+            steps, start, logits = Steps(made, device, EXACT_TOKENS), 0, []
+            for size in sizes:
+                logits.append(steps.run(ids[start : start + size], start))
+                start += size
+            last = torch.cat(logits)[-4:]
+            state = [tensor.clone() for tensor in steps.kv.values()]
+            if whole is None:
+                whole = last, state
+            num_off = int((last != whole[0]).any(1).sum())
+            pairs = zip(state, whole[1], strict=True)
+            entries = sum(int((a != b).any(2).sum()) for a, b in pairs)
+            found[name] = num_off
+            finite = bool(last.isfinite().all())
+            note = f"finite {finite}; pages that differ {entries}; fault {int(device.error)}"
+            bench.add(f"exact, {name}: of the last 4 rows differ", num_off, "rows", note=note)
+            device.error.zero_()
+
+
+def decode_rows(bench: Bench, rig: DeviceRig, layers: int, num_steps: int) -> None:
+    """Steps by streams and rows, at the usual context."""
+    for num_seqs, num_rows in DECODE:
+        case = f"decode, {num_seqs} streams, {num_rows} rows, context {CONTEXT}"
+        with bench.part(case):
+            shape = Shape(num_seqs=num_seqs, num_rows=num_rows, context=CONTEXT)
+            times = rig.time_steps(shape, num_steps)
+            note = f"{1e3 * times.step_ms / layers:.1f} us a layer, all else included; "
+            note += f"gap {times.gap_us:.1f} us; launching takes the host {times.host_us:.0f} us"
+            bench.add(case, times.step_ms, "ms/step", note=note)
+
+
+def long_rows(bench: Bench, rig: DeviceRig, num_steps: int) -> None:
+    """A step at a long context against one at the usual context."""
+    with bench.part(f"context {LONG}"):
+        usual = Shape(num_seqs=1, num_rows=1, context=CONTEXT)
+        base_ms = rig.time_steps(usual, num_steps).step_ms
+        case = f"decode, 1 streams, 1 rows, context {LONG}"
+        shape = Shape(num_seqs=1, num_rows=1, context=LONG)
+        taken_ms = rig.time_steps(shape, num_steps).step_ms
+        bench.add(case, taken_ms, "ms/step")
+        ratio = taken_ms / base_ms
+        bench.add(f"{case}, against {CONTEXT}", ratio, "x", floor=1, target=1.4)
+
+
+def rig_rows(
+    bench: Bench,
+    made: DummyModel,
+    device: Device,
+    recorder: OpRecorder,
+    args: argparse.Namespace,
+) -> None:
+    queue, rig = CudaQueue(), None
+    with bench.part("state and prompts of 32 sequences"):
+        rig = DeviceRig(
+            made.model,  # type: ignore[arg-type]
+            made.experts,
+            Placement(queue, CudaGraphs(queue), device.error, device.arch),
+            num_seqs=max(streams for streams, _ in DECODE),
+            num_rows=max(rows for _, rows in DECODE),
+            longest=LONG if "long" in args.parts else 8192,
+            others=CONTEXT,
+        )
+        rig.fill()
+    if rig is None:
+        return
+    if "decode" in args.parts:
+        decode_rows(bench, rig, args.layers, args.steps)
+    if "ops" in args.parts:
+        for num_seqs, num_rows in ((1, 1), (1, 3), (8, 1)):
+            shape = Shape(num_seqs=num_seqs, num_rows=num_rows, context=CONTEXT)
+            op_rows(bench, rig, recorder, shape, args.steps)
+    if "prompts" in args.parts:
+        prompt_rows(bench, rig, {8192: None}, 2048)
+        prompt_rows(bench, rig, {8192: None}, 8192)
+    if "long" in args.parts:
+        long_rows(bench, rig, args.steps)
+
+
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parts", type=lambda text: text.split(","), default=PARTS)
+    parser.add_argument("--layers", type=int, default=22, help="take the first ones")
+    parser.add_argument("--kv", choices=("fp8", "nvfp4"), default="nvfp4")
+    parser.add_argument("--dense", choices=("fp8", "bf16"), default="fp8")
+    parser.add_argument("--steps", type=int, default=30, help="timed steps of each row")
+    parser.add_argument("--commit", default="", help="what to call the sources that are measured")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args(given)
+    unknown = set(args.parts) - set(PARTS)
+    if unknown:
+        parser.error(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    return args
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s", stream=sys.stdout)
+    args = arguments()
+    torch.manual_seed(0)
+    device = open_device()
+    if device is None:
+        sys.exit("there is no GPU that kernels were built for")
+    began_s = perf_counter()
+    recorder = OpRecorder()
+    settings = ModelSettings(arch=device.arch, rounding="deployed", precision="w2")
+    config = GlmMoeDsaConfig.from_dict(preset_config(MODEL_NAME, "full", args.layers))
+    with watching(recorder.watch):
+        made = dummy_model(
+            config.to_dict(args.dense),
+            settings,
+            device,
+            kv_dtype=args.kv,
+            options=DummyOptions(seed=0, skew=0.5),
+        )
+    torch.cuda.synchronize()
+    weights_bytes = torch.cuda.memory_allocated()
+    bench = Bench(
+        args.out,
+        " ".join(["python -m bench.step_glm", *sys.argv[1:]]),
+        args.commit,
+        {
+            "model": f"{MODEL_NAME}, {args.layers} layers, w2, {args.dense} dense, {args.kv} KV, "
+            "dummy weights of seed 0 and skew 0.5 (moet/models/dummy.py)",
+            "weights_bytes": weights_bytes,
+        },
+    )
+    note = f"{weights_bytes / GIB:.1f} GiB"
+    bench.add("making the weights", perf_counter() - began_s, "s", note=note)
+    if "exact" in args.parts:
+        exact_rows(bench, made, device)
+    if set(args.parts) - {"exact"}:
+        rig_rows(bench, made, device, recorder, args)
+    bench.add("all of this", perf_counter() - began_s, "s")
+    bench.write()
+    print(f"faults: {bench.faults}" if bench.faults else "no faults", flush=True)
+
+
+if __name__ == "__main__":
+    main()
