@@ -7,6 +7,7 @@ timing of chunks never show in a result, so the measured times that decide here 
 from __future__ import annotations
 
 MIN_ROWS = 256  # a smaller chunk reads as many weights, so it saves little time
+LONGEST_S = 0.09  # of a step that carries prefills, if what it may cost on average is less
 SMOOTHING = 0.2  # weight of the newest measurement
 
 
@@ -14,28 +15,25 @@ class PrefillPace:
     """Keeps what prefills take from decoding sequences under a share of their rate.
 
     If a step of the decoding sequences alone takes d seconds, steps with prefills beside them may
-    take d / (1 - share) on average. Chunks are sized to that by the measured time of a row. What
-    steps cost beyond it is a debt, and while there is one no step carries prefills; so the share
-    holds whatever a chunk turns out to cost. share 1 limits nothing.
+    take d / (1 - share) on average. What steps cost beyond it is a debt, and while there is one no
+    step carries prefills; so the share holds whatever a chunk turns out to cost. Large chunks read
+    weights less often: they grow until a step takes LONGEST_S, or what it may take on average if
+    that is more. share 1 limits nothing.
     """
 
     def __init__(self, share: float) -> None:
         self.share = share
         self.debt_s = 0.0
         self._alone_s: dict[int, float] = {}  # by size class of the decoding batch
-        self._row_s: float | None = None
+        self._chunk = MIN_ROWS
 
     def rows(self, num_decoding: int, budget: int) -> int:
         """Rows of prefill that the next step may carry, at most budget."""
         if self.share >= 1 or num_decoding == 0:
             return budget
-        alone_s = self._alone_s.get(num_decoding.bit_length())
-        if alone_s is None or self.debt_s > 0:
+        if num_decoding.bit_length() not in self._alone_s or self.debt_s > 0:
             return 0  # a step without prefills is measured, or pays
-        if self._row_s is None:
-            return min(budget, MIN_ROWS)
-        affordable = self._allowance(alone_s) / max(self._row_s, 1e-9)
-        return min(budget, max(MIN_ROWS, int(affordable)))
+        return min(budget, self._chunk)
 
     def observe(self, num_decoding: int, num_prefill_rows: int, seconds: float) -> None:
         """Take the measured time of a step."""
@@ -50,12 +48,16 @@ class PrefillPace:
         alone_s = self._alone_s.get(size)
         if alone_s is None:  # the batch has grown since the step was made
             return
-        extra_s = seconds - alone_s
+        extra_s = max(seconds - alone_s, 0.0) if num_prefill_rows else 0.0
         if num_prefill_rows:
-            self._row_s = _smooth(self._row_s, max(extra_s, 0.0) / num_prefill_rows)
-        else:
-            extra_s = 0.0
+            longest_s = max(self._allowance(alone_s), LONGEST_S - alone_s)
+            self._resize(num_prefill_rows, longest_s / max(extra_s, 1e-9))
         self.debt_s = max(0.0, self.debt_s + extra_s - self._allowance(alone_s))
+
+    def _resize(self, num_rows: int, room: float) -> None:
+        """A chunk of num_rows took 1 / room of the longest time that it may take."""
+        if room < 1 or num_rows >= self._chunk:  # the last chunk of a prompt tells only of excess
+            self._chunk = max(MIN_ROWS, int(num_rows * min(room, 2.0)))
 
     def _allowance(self, alone_s: float) -> float:
         """Seconds that a step may take beyond its decoding."""
