@@ -99,7 +99,9 @@ class GraphRunner:
         if draft_model is not None:
             shape = state.num_slots + 1, num_drafts, state.num_token_ids
             probs = torch.zeros(shape, device=device)
-            drafter = StepDrafter(draft_model, experts, kv, state, page_table, page_size, probs)
+            drafter = StepDrafter(
+                draft_model, experts, kv, state, page_table, page_size, probs, arch=arch
+            )
             self.drafts = DraftGraphs(drafter, self._works, self.shapes, model.vocab_size)
         self._logits = torch.zeros(most, model.vocab_size, device=device)
         self._hidden_states: Tensor | None = None  # for drafts

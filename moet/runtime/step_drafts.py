@@ -10,12 +10,12 @@ proposed from there, as the drafter says.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from moet.kernels.drafts import Parts, chained_rows, settled_rows, take_likeliest
 from moet.kernels.rows import Rows
 from moet.models.base import ExpertProvider, KVTensors, ModelOutput
 from moet.runtime.device_sampler import Kind, propose
@@ -73,21 +73,30 @@ class DraftTensors:
         self.hidden_states[: len(logits)].copy_(hidden_states)
 
 
-@dataclass(frozen=True, slots=True)
 class StepDrafter:
     """A draft block at work in steps. Holds no state of sequences but `probs`.
 
     probs: [num_slots + 1, num_drafts, num_token_ids] fp32, by sequence slot what its drafts were
-    drawn from. page_table: [num_slots, pages] int64.
+    drawn from. page_table: [num_slots, pages] int64. arch: of the ops around the block.
     """
 
-    model: StepDraftModel
-    experts: ExpertProvider
-    kv: KVTensors
-    state: SlotTensors
-    page_table: Tensor
-    page_size: int
-    probs: Tensor
+    def __init__(
+        self,
+        model: StepDraftModel,
+        experts: ExpertProvider,
+        kv: KVTensors,
+        state: SlotTensors,
+        page_table: Tensor,
+        page_size: int,
+        probs: Tensor,
+        *,
+        arch: str = "reference",
+    ) -> None:
+        self.model, self.experts, self.kv, self.state = model, experts, kv, state
+        self.page_table, self.page_size, self.probs = page_table, page_size, probs
+        self._settled = settled_rows.bind(arch=arch)
+        self._chained = chained_rows.bind(arch=arch)
+        self._take_likeliest = take_likeliest.bind(arch=arch)
 
     @property
     def num_drafts(self) -> int:
@@ -106,78 +115,60 @@ class StepDrafter:
 
         hidden_states: [T, ...], what came out of the step. proposes: tokens are to be taken next.
         """
-        shape = step.num_seqs, step.num_rows
-        num_held, tokens = step.out[1:, step.num_rows], step.out[1:, : step.num_rows]
-        positions, starts = step.positions.view(shape), step.starts.view(shape)[:, 0]
-        slots, rows = step.seq_slots.view(shape), torch.arange(step.num_rows, device=tokens.device)
-        ends = starts + num_held
-        has_drafts = (step.wanted >= 0) & (num_held > 0)
-        there = (rows < num_held[:, None]) & has_drafts[:, None]
-        before_border = (positions + 1) % self.page_size == 0
-        following = torch.where(before_border, step.token_ids.view(shape), tokens)
-        extended = self._rows(
-            torch.where(there, positions, -1),
-            torch.where(there, starts[:, None], 0),
-            torch.where(there, ends[:, None], 0),
-            torch.where(there, slots, 0),
-            num_pages,
+        parts, last = self._settled(
+            step.by_row,
+            step.out,
+            step.sampler_slots,
+            step.wanted,
+            drafts.given,
+            drafts.proposed,
+            page_size=self.page_size,
         )
-        drafts.ends.copy_(ends)
-        drafts.slots.copy_(slots[:, 0])
-        drafts.sampler_slots.copy_(step.sampler_slots)
-        may_propose = has_drafts & (ends % self.page_size != 0)
-        drafts.limits.copy_(torch.where(may_propose, step.wanted, 0))
-        firsts = torch.arange(step.num_seqs, device=tokens.device) * step.num_rows
-        last = firsts + (num_held - 1).clamp(min=0)
-        ids = torch.where(there, following, 0).reshape(-1)
         wanted = last if proposes else last[:0]
-        output = self.model.compute_draft(
-            ids, extended, wanted, hidden_states, self.kv, self.experts
-        )
-        drafts.proposed[:, 0] = 0
+        output = self._compute(parts, num_pages, wanted, hidden_states)
         if proposes:
             drafts.goes_on_from(output.logits, output.hidden_states[last])
 
     def take(self, drafts: DraftTensors, n: int, kind: Kind) -> None:
         """Propose token n of each sequence that has come so far. kind: GREEDY, PLAIN or RANKED."""
-        count, state = drafts.proposed[:, 0], self.state
+        state = self.state
         if kind == Kind.GREEDY:
-            best, token_ids = drafts.logits[:, : state.num_token_ids].max(-1)
-            holds = (drafts.limits > n) & (count == n) & (best < torch.inf)
-        else:
-            slots = drafts.sampler_slots
-            token_ids, is_good, probs = propose(state, drafts.logits, slots, drafts.ends + n, kind)
-            holds = (drafts.limits > n) & (count == n) & is_good
-            slots = torch.where(holds, slots, state.num_slots)
-            self.probs[:, n].index_copy_(0, slots, probs)
+            self._take_likeliest(
+                drafts.logits,
+                drafts.limits,
+                drafts.proposed,
+                number=n,
+                num_token_ids=state.num_token_ids,
+            )
+            return
+        count, slots = drafts.proposed[:, 0], drafts.sampler_slots
+        token_ids, is_good, probs = propose(state, drafts.logits, slots, drafts.ends + n, kind)
+        holds = (drafts.limits > n) & (count == n) & is_good
+        self.probs[:, n].index_copy_(0, torch.where(holds, slots, state.num_slots), probs)
         drafts.proposed[:, 1 + n] = token_ids
         count += holds
 
     def chain(self, drafts: DraftTensors, n: int, num_pages: int) -> None:
         """Feed token n back, where another is wanted behind it."""
         assert drafts.hidden_states is not None
-        goes_on = (drafts.proposed[:, 0] == n + 1) & (drafts.limits > n + 1)
-        places = torch.where(goes_on, drafts.ends + n, -1)
-        starts = torch.where(goes_on, places, 0)
-        rows = self._rows(
-            places, starts, places + 1, torch.where(goes_on, drafts.slots, 0), num_pages
-        )
-        output = self.model.compute_draft(
-            drafts.proposed[:, 1 + n], rows, None, drafts.hidden_states, self.kv, self.experts
-        )
+        parts = self._chained(drafts.given, drafts.proposed, number=n)
+        output = self._compute(parts, num_pages, None, drafts.hidden_states)
         drafts.goes_on_from(output.logits, output.hidden_states)
 
-    def _rows(
-        self, positions: Tensor, starts: Tensor, ends: Tensor, slots: Tensor, num_pages: int
-    ) -> Rows:
-        slots = slots.reshape(-1)
-        return Rows(
-            positions=positions.reshape(-1),
-            starts=starts.reshape(-1),
-            ends=ends.reshape(-1),
+    def _compute(
+        self, parts: Parts, num_pages: int, logits_indices: Tensor | None, hidden_states: Tensor
+    ) -> ModelOutput:
+        token_ids, positions, starts, ends, slots = parts
+        rows = Rows(
+            positions=positions,
+            starts=starts,
+            ends=ends,
             seq_slots=slots,
             page_rows=slots,
             page_table=self.page_table[:, :num_pages],
             page_size=self.page_size,
             short=True,
+        )
+        return self.model.compute_draft(
+            token_ids, rows, logits_indices, hidden_states, self.kv, self.experts
         )

@@ -41,10 +41,10 @@ class StepTensors:
     """A step of num_seqs sequences with num_rows rows each; rows that are not there are fill rows.
 
     token_ids: [T] int64, -1 for the newest token of the slot. positions, starts, ends, seq_slots:
-    [T] int64 as in kernels/rows.py. sampler_slots: [num_seqs] int64, where a sequence's sampling
-    state is; the last slot of all for none. counts: [num_seqs] int64, rows that are there. wanted:
-    [num_seqs] int64, drafts that a sequence's next step asks for, -1 if it never does.
-    no_slot: where sampling state is of nobody.
+    [T] int64 as in kernels/rows.py, together by_row. sampler_slots: [num_seqs] int64, where a
+    sequence's sampling state is; the last slot of all for none. counts: [num_seqs] int64, rows that
+    are there. wanted: [num_seqs] int64, drafts that a sequence's next step asks for, -1 if it never
+    does. no_slot: where sampling state is of nobody.
     out: [1 + num_seqs, num_rows + 2] int64; first a fault word, then by sequence the tokens, how
     many of them hold, and whether the first row's logits were no numbers. reports: [T, columns].
     """
@@ -63,8 +63,8 @@ class StepTensors:
         self._take_greedy = take_greedy.bind(arch=arch)
         self.sent = torch.zeros(self.num_sent(num_seqs, num_rows), dtype=torch.int64, device=device)
         num_tokens = num_seqs * num_rows
-        parts = self.sent[: 5 * num_tokens].view(5, num_tokens).unbind(0)
-        self.token_ids, self.positions, self.starts, self.ends, self.seq_slots = parts
+        self.by_row = self.sent[: 5 * num_tokens].view(5, num_tokens)
+        self.token_ids, self.positions, self.starts, self.ends, self.seq_slots = self.by_row
         by_seq = self.sent[5 * num_tokens :].view(3, num_seqs).unbind(0)
         self.sampler_slots, self.counts, self.wanted = by_seq
         self.out = torch.zeros(1 + num_seqs, num_rows + 2, dtype=torch.int64, device=device)
