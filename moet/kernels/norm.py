@@ -7,6 +7,7 @@ from torch import Tensor
 
 from moet.kernels.quant import Activations
 from moet.kernels.registry import GPU_ARCHS, op
+from moet.kernels.scalars import scalar
 
 
 @op(tolerance=2**-8)
@@ -18,7 +19,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, *, eps: float) -> Tensor:
     Source: arXiv:1910.07467.
     """
     y = x.float()
-    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + scalar(eps))
     return (y if weight is None else y * weight).to(x.dtype)
 
 

@@ -20,6 +20,7 @@ from moet.kernels.nvfp4 import (
     unpack_nibbles,
 )
 from moet.kernels.registry import op
+from moet.kernels.scalars import scalar
 
 MXFP4_BLOCK = 32
 FP8_BLOCK = 128  # inputs that share an activation scale
@@ -86,8 +87,8 @@ def e4m3_values(x: Tensor | Activations) -> tuple[Tensor, torch.dtype]:
 
 def round_up_to_power_of_two(x: Tensor) -> Tensor:
     """The smallest power of two that is not below x. x: fp32, positive, normal. Exact, by bits."""
-    bits = (x.view(torch.int32) + (_EXPONENT_UNIT - 1)) & _EXPONENT_MASK
-    return bits.view(torch.float32)
+    bits = x.view(torch.int32) + scalar(_EXPONENT_UNIT - 1, torch.int32)
+    return (bits & scalar(_EXPONENT_MASK, torch.int32)).view(torch.float32)
 
 
 def e8m0_round_up(x: Tensor) -> Tensor:
@@ -105,11 +106,17 @@ def e8m0_value(scale: Tensor) -> Tensor:
     return (scale.to(torch.int32) << _MANTISSA_BITS).view(torch.float32)
 
 
+def _largest(blocks: Tensor) -> Tensor:
+    """The largest magnitude of each block, [..., 1]."""
+    largest: Tensor = torch.linalg.vector_norm(blocks, math.inf, -1, keepdim=True)
+    return largest
+
+
 def _fp8_blocks(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """[..., K] fp32 -> e4m3 [..., K / block, block] and fp32 scales [..., K / block, 1]."""
     blocks = torch.unflatten(x, -1, (-1, block))
-    amax = blocks.abs().amax(-1, keepdim=True).clamp_(min=FP8_AMAX_FLOOR)
-    scale = round_up_to_power_of_two(amax / E4M3_MAX)
+    amax = torch.maximum(_largest(blocks), scalar(FP8_AMAX_FLOOR))
+    scale = round_up_to_power_of_two(amax / scalar(E4M3_MAX))
     return (blocks / scale).to(torch.float8_e4m3fn), scale  # at most 448 but for rounding
 
 
@@ -141,14 +148,15 @@ def fp8_qdq(x: Tensor, *, block: int) -> Tensor:
     if width % block:
         values = F.pad(values, (0, -width % block))
     codes, scale = _fp8_blocks(values, block)
-    return (codes.float() * scale).flatten(-2)[..., :width].to(x.dtype)
+    rounded = (codes.float() * scale).flatten(-2)
+    return (rounded[..., :width] if width % block else rounded).to(x.dtype)
 
 
 def _mxfp4_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
     """[..., K] fp32 -> e2m1 codes [..., K / 32, 32] uint8 and fp32 scales [..., K / 32, 1]."""
     blocks = torch.unflatten(x, -1, (-1, MXFP4_BLOCK))
-    amax = blocks.abs().amax(-1, keepdim=True).clamp_(min=FP4_AMAX_FLOOR)
-    scale = round_up_to_power_of_two(amax / E2M1_MAX)
+    amax = torch.maximum(_largest(blocks), scalar(FP4_AMAX_FLOOR))
+    scale = round_up_to_power_of_two(amax / scalar(E2M1_MAX))
     return encode_e2m1(blocks / scale), scale
 
 

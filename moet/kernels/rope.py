@@ -61,13 +61,11 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tenso
     x: [n, ..., dim] fp32 or bf16. cos, sin: [n, rope_dim / 2] fp32, one row per row of x.
     inverse rotates back. Returns the shape and dtype of x; computes in fp32 and rounds once.
     """
-    shape = (cos.shape[0],) + (1,) * (x.dim() - 2) + (cos.shape[1],)
-    cos, sin = cos.view(shape), sin.view(shape)
-    if inverse:
-        sin = -sin
-    nope = x.shape[-1] - 2 * cos.shape[-1]
-    a, b = x[..., nope::2].float(), x[..., nope + 1 :: 2].float()
-    rotated = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+    turn = torch.complex(cos, -sin if inverse else sin)
+    turn = turn.view((turn.shape[0],) + (1,) * (x.dim() - 2) + (turn.shape[1],))
+    nope = x.shape[-1] - 2 * turn.shape[-1]
+    pairs = torch.view_as_complex(torch.unflatten(x[..., nope:].float(), -1, (-1, 2)))
+    rotated = torch.view_as_real(pairs * turn).flatten(-2)
     return torch.cat([x[..., :nope], rotated.to(x.dtype)], -1)
 
 
