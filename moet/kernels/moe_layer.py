@@ -42,13 +42,14 @@ class RouterWeights:
 
 @dataclass(frozen=True, slots=True)
 class SharedWeights:
-    """Gate and up stacked [2 I, D], then down [D, I]: fp32 for the reference, or packed for a GPU.
+    """Gate and up stacked [2 I, D], then down [D, I]: fp32 for the reference, bf16 for a GPU, which
+    has fp8 ones in `packed`.
 
     quantised: whether they hold values of fp8 weights.
     """
 
-    gate_up: Tensor | None
-    down: Tensor | None
+    gate_up: Matrix | None
+    down: Matrix | None
     quantised: bool
     packed: SharedExpert | None = None
 

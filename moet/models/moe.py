@@ -26,7 +26,7 @@ from moet.kernels.registry import Op
 from moet.kernels.stream_experts import SharedExpert
 from moet.models.base import ExpertProvider, ResidentProvider
 from moet.models.formats import dequantize_mxfp4
-from moet.models.layers import InputLinear, Linear, Weights
+from moet.models.layers import InputLinear, Linear, Weights, codes_of
 
 
 class Router:
@@ -91,12 +91,8 @@ class SwigluMlp:
     def weights(self) -> SharedWeights:
         """As the op `moe` takes them."""
         up, down = self.gate_up.weight, self.w2.weight
-        if isinstance(up, Tensor) and isinstance(down, Tensor):
+        if isinstance(up, Tensor) or isinstance(down, Tensor) or not up.quantised:
             return SharedWeights(up, down, self.gate_up.quantised)
-        assert not isinstance(up, Tensor)
-        assert not isinstance(down, Tensor)
-        if not up.quantised:
-            return SharedWeights(None, None, False)
         packed = SharedExpert.joined(up.stored, down.stored)
         return SharedWeights(None, None, True, packed)
 
@@ -138,6 +134,9 @@ class MoE:
         self.round_activations = settings.rounding == "deployed"
         self._whole = None if settings.arch == "reference" else moe.bind(arch=settings.arch)
         self._shared_weights = shared.weights()
+        self.dense_codes = codes_of(router.weight)
+        if (packed := self._shared_weights.packed) is not None:
+            self.dense_codes += [packed.planes, packed.down.plane]
         if self._whole is None:
             self._mixture = expert_mixture.bind(arch=settings.arch)
 
