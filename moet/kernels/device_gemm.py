@@ -33,7 +33,7 @@ from moet.kernels.stream_gemm import (
 )
 
 STREAM_ROWS = 256  # up to here weights can be streamed; beyond, tiles of tokens share them
-FUSED_ROWS = 1  # up to here the fused kernel of a layer's experts is faster than its parts
+PAIRED_ROWS = 8  # up to here a layer's experts are fastest beside its shared one
 TILE_ROWS = 128  # from here on tiles of matrices with many outputs are faster, if there are values
 TILED_OUTPUTS = 4096
 WIDE_OUTPUTS = 1 << 15  # of a head, which is read once in tiles and per 8 rows in streams
@@ -46,9 +46,10 @@ class Device:
     """A GPU as the kernels of this package see it.
 
     error: [1] int32, bits that a kernel sets when it met what must not be (`stream_gemm.cuh`,
-    ErrorBit); whoever runs a step reads it. counters: int32, zero between launches. fused_rows: up
-    to how many rows the experts of a layer are two launches (`decode_experts.py`). paired_rows: up
-    to how many they are four, the routed ones beside the shared one (`paired_experts.py`).
+    ErrorBit); whoever runs a step reads it. counters: int32, zero between launches. paired_rows: up
+    to how many rows the routed experts of a layer run beside the shared one (`paired_experts.py`).
+    paired_products: whether two products of one input are one launch (`projections.py`). fetch:
+    where weights are asked for ahead of their kernel (`fetch_ahead.py`), if they are.
     chunk_attention: whether chunks attend by a kernel of their own (`device_attention.py`).
     """
 
@@ -57,8 +58,9 @@ class Device:
     launcher: Launcher
     error: Tensor
     counters: Tensor
-    fused_rows: int = 0
     paired_rows: int = 0
+    paired_products: bool = False
+    fetch: Literal["", "between", "beside"] = ""
     chunk_attention: bool = False
     _group_work: dict[tuple[int, int, int], Work] = field(default_factory=dict)
 
@@ -73,7 +75,7 @@ class Device:
             raise KernelError(
                 f"{torch.cuda.get_device_name(torch_device)} is {kernels.arch}, not {arch}"
             )
-        return cls.around(kernels, arch, torch_device, fused_rows=FUSED_ROWS)
+        return cls.around(kernels, arch, torch_device, paired_rows=PAIRED_ROWS)
 
     @classmethod
     def around(
@@ -82,13 +84,13 @@ class Device:
         arch: str,
         torch_device: torch.device | str,
         *,
-        fused_rows: int = 0,
+        paired_rows: int = 0,
     ) -> Device:
         """A device whose kernels another launcher runs."""
         with torch.inference_mode(False):  # to stay writable outside of a forward pass
             error = torch.zeros(1, dtype=torch.int32, device=torch_device)
             counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=torch_device)
-        return cls(arch, torch.device(torch_device), launcher, error, counters, fused_rows)
+        return cls(arch, torch.device(torch_device), launcher, error, counters, paired_rows)
 
     def workspace(self, slices: int, floats: int) -> Workspace | None:
         """Room for partial sums of one launch; None if it makes none."""
@@ -136,6 +138,11 @@ class PackedMatrix:
     @property
     def shape(self) -> tuple[int, int]:
         return self.stored.out_features, self.stored.in_features
+
+    @property
+    def codes(self) -> Tensor:
+        """Most of its bytes."""
+        return self.stored.plane
 
     @property
     def quantised(self) -> bool:
@@ -276,6 +283,11 @@ class PackedGroups:
     @property
     def chunks(self) -> int:
         return self.planes.shape[2] // layout.K_CHUNK
+
+    @property
+    def codes(self) -> Tensor:
+        """Most of its bytes."""
+        return self.planes
 
     def fill(self, args: StreamArgs, work: Work, num_rows: int) -> None:
         """Set what depends on the matrices and the rows alone."""

@@ -130,6 +130,12 @@ def linear_fp8(x: Tensor | Activations, weight: Matrix) -> Tensor:
 
 
 @op(tolerance=2**-8)
+def linear_pair(x: Tensor | Activations, first: Matrix, second: Matrix) -> tuple[Tensor, Tensor]:
+    """linear_fp8 with the first weight and linear_fp32 with the second, of one input."""
+    return linear_fp8(x, first), linear_fp32(x, second)
+
+
+@op(tolerance=2**-8)
 def linear_share(x: Tensor | Activations, weight: Matrix, *, num_slices: int) -> Tensor:
     """As linear for a rank's share of the inputs, summed by tree over its slices, not rounded.
 
@@ -208,6 +214,15 @@ def _linear_share_fp8(x: Tensor | Activations, weight: Matrix, *, num_slices: in
 
 
 grouped_linear.impl_in("moet.kernels.triton_mla", "triton_bf16", supports=_on_gpu)
+
+
+@linear_pair.impl("stream_pair", supports=_on_gpu)
+def _linear_pair(x: Tensor | Activations, first: Matrix, second: Matrix) -> tuple[Tensor, Tensor]:
+    from moet.kernels.projections import multiply_both
+
+    assert not isinstance(first, Tensor), "a GPU multiplies with packed weights"
+    assert not isinstance(second, Tensor), "a GPU multiplies with packed weights"
+    return multiply_both(x, first, second)
 
 
 @grouped_linear_fp8.impl("stream_fp8", supports=_on_gpu)

@@ -3,6 +3,7 @@ model. Tensors to logits; knows nothing of scheduling."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -18,7 +19,8 @@ from moet.kernels.cache import EntryFormat, copy_entries
 from moet.kernels.device_attention import PlacedSink
 from moet.kernels.device_gemm import Device
 from moet.kernels.device_streams import MixMatrix
-from moet.kernels.gemm import linear_fp32, streamed
+from moet.kernels.fetch_ahead import FetchAhead, FetchNothing
+from moet.kernels.gemm import linear_fp32, linear_pair, streamed
 from moet.kernels.hyper_connection import hc_enter, hc_head_norm, hc_pass, hc_post
 from moet.kernels.indexer import index_select
 from moet.kernels.moe import sqrt_softplus
@@ -40,7 +42,15 @@ from moet.models.deepseek_v4_cache import (
     CacheLayout,
 )
 from moet.models.deepseek_v4_config import DeepseekV4Config
-from moet.models.layers import Embedding, GroupedLinear, Linear, LMHead, Weights, joined
+from moet.models.layers import (
+    Embedding,
+    GroupedLinear,
+    Linear,
+    LMHead,
+    Weights,
+    codes_of,
+    joined,
+)
 from moet.models.moe import MoE, Router, SwigluMlp
 from moet.models.sharding import WHOLE, Shard, deepseek_v4_layers, divide_deepseek_v4
 from moet.models.step import Place, step_rows
@@ -67,13 +77,26 @@ class RopeTables:
 class Step:
     """One forward pass: what its rows are and which state they touch."""
 
-    def __init__(self, token_ids: Tensor, rows: Rows, kv: KVTensors, tables: RopeTables) -> None:
+    def __init__(
+        self,
+        token_ids: Tensor,
+        rows: Rows,
+        kv: KVTensors,
+        tables: RopeTables,
+        fetch: FetchAhead | FetchNothing,
+    ) -> None:
         self.token_ids = token_ids
         self.rows = rows
         self.kv = kv
         self.tables = tables
+        self._fetch = fetch
         self._window_starts: dict[int, CosSin] = {}
         self._ring_slots: dict[int, Tensor] = {}
+
+    def soon(self, weights: Sequence[Tensor]) -> None:
+        """A kernel after the next ones reads these, and few rows leave memory idle till then."""
+        if self.rows.short and weights:
+            self._fetch(weights)
 
     @cached_property
     def main(self) -> CosSin:
@@ -263,14 +286,23 @@ class Attention:
         self.unquantised = joined(unquantised) if unquantised else None
         self.widths = [sum(part.shape[0] for part in parts) for parts in users]
         self._project = linear_fp32.bind(arch=weights.settings.arch)
+        self._project_both = linear_pair.bind(arch=weights.settings.arch)
+        device = weights.gpu
+        self._at_once = (
+            device is not None and device.paired_products and self.wqa_wkv.quantised
+        ) and self.unquantised is not None
         group_in = heads * head_dim // groups
         self.wo_a = GroupedLinear(weights, "wo_a", groups, config.o_lora_rank, group_in)
         self.wo_b = weights.input_linear("wo_b", dim, groups * config.o_lora_rank)
+        self.input_codes = codes_of(self.wqa_wkv.weight, self.unquantised)
+        self._queries_codes = codes_of(self.queries.weight)
+        self._out_codes = codes_of(self.wo_a.weight)
 
     def __call__(self, x: Tensor | Activations, step: Step) -> Tensor:
         """x: [n, dim], normalised. Returns [n, dim] and updates this layer's state."""
         cos_sin = step.compress if self.ratio else step.main
-        qr_kv, projected = self.wqa_wkv(x), self._projections(x)
+        qr_kv, projected = self._projections(x)
+        step.soon(self._queries_codes)
         ring = self.window.cache(step.kv)
         slots = step.ring_slots(ring.form.entries_per_page)
         chunk = None if step.rows.short else ring.scratch(len(qr_kv))
@@ -287,8 +319,10 @@ class Attention:
             step.rows,
             eps=self.eps,
         )
+        queries = self.queries(qr)
+        step.soon(self._out_codes)
         q, index_q = self._heads(
-            self.queries(qr),
+            queries,
             *cos_sin,
             num_heads=self.num_heads,
             head_dim=self.head_dim,
@@ -314,9 +348,13 @@ class Attention:
             self._copy(chunk, ring, slots)
         return self.wo_b(self.wo_a(o).flatten(1))
 
-    def _projections(self, x: Tensor | Activations) -> Tensor | None:
-        """The products that compressors and indexer read, side by side. [n, columns] fp32."""
-        return None if self.unquantised is None else self._project(x, self.unquantised)
+    def _projections(self, x: Tensor | Activations) -> tuple[Tensor, Tensor | None]:
+        """Latents of queries and KV, and what compressors and indexer read: [n, columns] fp32."""
+        if self.unquantised is None:
+            return self.wqa_wkv(x), None
+        if self._at_once:
+            return self._project_both(x, self.wqa_wkv.weight, self.unquantised)
+        return self.wqa_wkv(x), self._project(x, self.unquantised)
 
     def _sites(self, step: Step) -> tuple[CompressorSite, ...]:
         ends = list(accumulate(self.widths, initial=0))
@@ -403,12 +441,15 @@ class Block:
         self.hc_attn = HyperConnection(weights, config, "attn")
         self.hc_ffn = HyperConnection(weights, config, "ffn")
         self.attn = Attention(weights.under("attn."), config, layout, layer_idx)
+        self._attn_codes = self.attn.input_codes
         self.ffn = _load_moe(weights.under("ffn."), config, layer_idx)
 
     def __call__(self, residual: Residual, step: Step, experts: ExpertProvider) -> None:
         """Pass the residual on, this layer's last output pending in it."""
+        step.soon(self._attn_codes)
         x, post, mix = self.hc_attn.enter(residual)
         residual.pending = self.attn(x, step), post, mix
+        step.soon(self.ffn.dense_codes)
         x, post, mix = self.hc_ffn.enter(residual)
         residual.pending = self.ffn(x, step.token_ids, step.rows.positions, experts), post, mix
 
@@ -520,6 +561,10 @@ class DeepseekV4:
     device: Device | None = None
 
     def __post_init__(self) -> None:
+        device = self.device
+        self._fetch: FetchAhead | FetchNothing = FetchNothing()
+        if device is not None and device.fetch:
+            self._fetch = FetchAhead(device, beside=device.fetch == "beside")
         self.vocab_size = self.config.vocab_size
         self.max_position_embeddings = self.config.max_position_embeddings
 
@@ -618,10 +663,11 @@ class DeepseekV4:
 
     def run(self, token_ids: Tensor, rows: Rows, kv: KVTensors, experts: ExpertProvider) -> Tensor:
         """The layers alone, without a host decision if the ops make none. Returns [n, h, dim]."""
-        step = Step(token_ids, rows, kv, self.tables)
+        step = Step(token_ids, rows, kv, self.tables, self._fetch)
         residual = Residual(self._enter(token_ids))
         for layer in self.layers:
             layer(residual, step, experts)
+        self._fetch.join()
         streams = self.layers[-1].finish(residual)
         if not self.shard.is_last:
             self.shard.comm.send(streams)
@@ -673,8 +719,9 @@ class DeepseekV4:
         head = None
         if self.mtp is not None:
             assert self.embed is not None
-            step = Step(token_ids, rows, kv, self.tables)
+            step = Step(token_ids, rows, kv, self.tables, self._fetch)
             streams = self.mtp(self.embed(token_ids), streams, step, experts)
+            self._fetch.join()
             head = self.mtp.head
         return ModelOutput(self._logits(head, _chosen(streams, logits_indices)), streams)
 

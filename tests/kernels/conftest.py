@@ -15,5 +15,5 @@ def launcher(request: pytest.FixtureRequest) -> Emulator:
     """A Launcher that runs csrc/ on the CPU; skips where there is no C++ compiler."""
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
-    sources = ("stream_gemm", "moe", "moe_decode", "moe_pair", "prefill_gemm")
+    sources = ("stream_gemm", "moe", "moe_decode", "moe_pair", "prefill_gemm", "projections")
     return emulation.build(sources, request.param, num_sms=3)

@@ -10,6 +10,7 @@ from moet.errors import UnsupportedError
 from moet.kernels import device_gemm
 from moet.kernels.device_gemm import Device, PackedGroups, PackedMatrix, multiply, multiply_groups
 from moet.kernels.gemm import grouped_linear_fp8, linear, linear_fp8, linear_fp32
+from moet.kernels.projections import multiply_both
 from moet.kernels.quant import Activations
 from moet.kernels.stream_experts import quantise
 from tests.kernels.emulation import Emulator
@@ -63,6 +64,18 @@ def test_a_row_is_the_same_in_any_batch_and_from_codes(device: Device) -> None:
     assert torch.equal(multiply(x, packed), alone)
     codes, scale = quantise(device.launcher, x[:12])
     assert torch.equal(multiply(Activations(None, codes, scale), packed), alone[:12])
+
+
+@pytest.mark.parametrize("count", [1, 11, 17])
+def test_two_products_at_once_have_the_bits_of_each_alone(device: Device, count: int) -> None:
+    quantised = PackedMatrix.pack(*fp8(192, 1024), device)
+    weight = torch.randn(72, 1024, generator=torch.Generator().manual_seed(2)).bfloat16()
+    plain = PackedMatrix.pack(weight, None, device)
+    x = rows(count, 1024)
+    first, second = multiply_both(x, quantised, plain)
+    assert torch.equal(first, multiply(x, quantised))
+    assert torch.equal(second, multiply(x, plain, output="f32"))
+    assert int(device.counters.abs().sum()) == int(device.error) == 0
 
 
 @pytest.mark.parametrize("count", [0, 2, 11, 18, STREAM_ROWS + 1])
