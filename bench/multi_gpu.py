@@ -1,59 +1,123 @@
-"""One command for figures of several GPUs: sums between them, and V4-Flash steps on ranks.
+"""One command for figures of several GPUs: messages between them, and both models' steps on ranks.
 
-    python -m bench.multi_gpu [--ranks 2] [--layers N] [--steps N] [--out FILE] [--commit X]
+    python -m bench.multi_gpu [--ranks 2] [--parts links,one,tensor,stages,glm,glm-bf16]
+                              [--layers N] [--glm-layers N] [--steps N] [--out FILE] [--commit X]
 
-Starts one process a GPU. First the sums of a decode step, through NCCL and through peer memory,
-compared with the sum by tree, then decode steps at full size with dummy weights: on one rank, then
-on all. Each part stands alone: one that fails on every rank is told of and the others go on. The
-file is written after every part. GLM-5.2 has no rows until it runs on a GPU.
+Starts one process a GPU; they join as the engine's ranks do, and connect through peer memory, host
+memory and NCCL. Parts: what sums and gathers of a decode step take each way, compared with the sum
+by tree; V4-Flash with dummy weights on one rank, on tensor ranks, in stages; GLM-5.2 on tensor
+ranks. Each part stands alone: one that fails on every rank is told of and the others go on. The
+file is written after every part.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import os
+import hashlib
+import logging
 import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from datetime import timedelta
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Literal
+from time import perf_counter
+from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
 
 from moet.bench.device_rig import DeviceRig
 from moet.bench.results import Row, report, write
 from moet.bench.rig import Shape
-from moet.config import ModelSettings
+from moet.config import KVDtype, ModelSettings, ParallelConfig
 from moet.kernels.device_gemm import Device
 from moet.kernels.gemm import tree_sum
 from moet.models.base import ForwardInput
 from moet.models.dummy import DummyOptions
+from moet.models.footprint import footprint
 from moet.models.sharding import WHOLE, Shard
-from moet.models.synthetic import MODEL_NAME
+from moet.models.synthetic import MODEL_NAME as V4
+from moet.models.synthetic_glm import MODEL_NAME as GLM
 from moet.runtime.device_runner import Placement
+from moet.runtime.device_start import this_gpu
 from moet.runtime.dummy import DummyModel, dummy_model, open_device, preset_config
-from moet.runtime.parallel.device import DeviceComm, open_comm
+from moet.runtime.memory import plan
+from moet.runtime.parallel.device import LOADING_WAIT_S, connect
+from moet.runtime.parallel.group import LOOPBACK, Group, Place
+from moet.runtime.plan_types import PlanSettings
 from moet.runtime.queues import CudaGraphs, CudaQueue
 
 RESULTS = Path(__file__).parent / "results" / "multi_gpu.json"
-CONTEXT = 1024
+PARTS = ("links", "one", "tensor", "stages", "glm", "glm-bf16")
 SKEW, SEED = 0.5, 0
-CALLS_PER_GRAPH = 50
-ROUNDS = 20
-SUM_ROWS = (1, 3, 8, 32, 96)  # of 4,096 fp32 values
-DIM = 4096
+CALLS_PER_GRAPH, ROUNDS = 50, 12
+SUM_ROWS = (1, 3, 8, 32, 96, 2048)  # of 4,096 bf16 values
+DIM, VOCABULARY = 4096, 129280
 NUM_DRAFTS = 2
-STREAMS = (1, 8, 32)
-DRAFTED_MS = (1.9, 4.2)  # floor and target of a whole step of 1 stream with drafts, on two ranks
+CONTEXT = 1024
+BEAT_S = 60.0  # of a rank that compiles under the interpreter lock, no sign of life may come
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Steps to time: streams, rows of each, context of the first; with drafts made behind them."""
+
+    streams: int = 1
+    rows: int = 1
+    context: int = CONTEXT
+    drafts: bool = False
+    floor: float | None = None
+    target: float | None = None
+
+    @property
+    def label(self) -> str:
+        what = "whole step with 2 drafts" if self.drafts else f"{self.rows} rows"
+        at = "" if self.context == CONTEXT else f", context {self.context}"
+        return f"{self.streams} streams, {what}{at}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suite:
+    """A model and what to time on it. prompt: tokens of one, in chunks of at most 8,192."""
+
+    label: str
+    model: str
+    cases: Sequence[Case]
+    flavour: str | None = None
+    layers: int | None = None
+    kv_dtype: KVDtype = "fp8"
+    drafts: int = NUM_DRAFTS
+    prompt: int = 8192
+    prompt_target: float | None = None
+
+
+def v4(layers: int | None, *, two: bool) -> Suite:
+    last = Case(rows=3, drafts=True, floor=1.9 if two else None, target=4.2 if two else None)
+    cases = (Case(), Case(rows=3), Case(streams=8), Case(streams=32), last)
+    return Suite(label="V4-Flash", model=V4, cases=cases, layers=layers)
+
+
+def glm(layers: int | None, *, fp8: bool) -> Suite:
+    if not fp8:
+        only = (Case(floor=4.6, target=7.2),)
+        label = "GLM-5.2 bf16 dense"
+        return Suite(label=label, model=GLM, cases=only, flavour="bf16", layers=layers, drafts=0,
+                     kv_dtype="nvfp4", prompt=0)  # fmt: skip
+    cases = (
+        Case(floor=2.8, target=5.0),
+        Case(rows=3),
+        Case(rows=3, drafts=True, floor=4.8, target=9.0),
+        Case(streams=8),
+        Case(context=1 << 18),
+    )
+    return Suite(label="GLM-5.2 fp8 dense", model=GLM, cases=cases, flavour="fp8", layers=layers,
+                 kv_dtype="nvfp4", prompt_target=6000.0)  # fmt: skip
 
 
 @dataclass
@@ -83,10 +147,12 @@ class Bench:
             row = Row(case=case, value=round(value, 4), unit=unit, better=better, floor=floor,
                       target=target, note=note)  # fmt: skip
             self.rows.append(row)
-            print(f"{case:<56} {value:>10.3f} {unit:<8} {note}", flush=True)
+            wanted = "" if target is None else f"target {target:g} "
+            print(f"{case:<64} {value:>10.3f} {unit:<8} {wanted}{note}", flush=True)
 
     def part(self, name: str, work: Callable[[], None]) -> None:
         """A part that may fail without the others, if it fails on every rank."""
+        began = perf_counter()
         try:
             work()
         except Exception as error:
@@ -95,6 +161,7 @@ class Bench:
         gc.collect()
         torch.cuda.empty_cache()
         if self.rank == 0:
+            print(f"    {name}: {perf_counter() - began:.1f} s", flush=True)
             hardware = f"{torch.cuda.device_count()}x {torch.cuda.get_device_name()}"
             content = report(self.command, self.rows, hardware=hardware, more=self.more)
             content["commit"] = self.commit or content["commit"]
@@ -102,99 +169,151 @@ class Bench:
             write(self.out, content)
 
 
-def time_sum(call: Callable[[Tensor], Tensor], x: Tensor) -> float:
-    """Microseconds of one sum among many in a captured graph; the input is the same each time."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
+def same_everywhere(group: Group, values: Tensor) -> bool:
+    """Whether every rank has the same bits."""
+    data = values.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    mine = torch.frombuffer(bytearray(hashlib.sha256(data).digest()), dtype=torch.uint8)
+    every = group.gathered(group.world, mine, "comparing bits")
+    return all(torch.equal(each, mine) for each in every)
+
+
+def time_calls(group: Group, call: Callable[[Tensor], Tensor], x: Tensor) -> float:
+    """Microseconds of one call among many in a captured graph; the input is the same each time."""
+    queue = CudaQueue(x.device, group.monitor.require_sound)
+    queue.settle()
+
+    def work() -> None:
+        for _ in range(CALLS_PER_GRAPH):
             call(x)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            for _ in range(CALLS_PER_GRAPH):
-                call(x)
-        times = []
+
+    times = []
+    with queue.working():
+        play = CudaGraphs(queue)(work)
         for _ in range(ROUNDS):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            dist.barrier()
-            begin.record(stream)
-            graph.replay()
-            end.record(stream)
-            torch.cuda.synchronize()
-            times.append(1000 * begin.elapsed_time(end) / CALLS_PER_GRAPH)
+            queue.settle()
+            group.meet("timing")
+            began = queue.moment()
+            play()
+            ended = queue.moment()
+            ended.wait()
+            times.append(1e6 * began.seconds_to(ended) / CALLS_PER_GRAPH)
     return median(times)
 
 
-def terms(rank: int, num_rows: int) -> Tensor:
+def terms(rank: int, num_rows: int, width: int) -> Tensor:
     generator = torch.Generator("cuda").manual_seed(rank)
-    return torch.randn(num_rows, DIM, device="cuda", generator=generator)
+    return torch.randn(num_rows, width, device="cuda", generator=generator)
 
 
-def sums(bench: Bench, comm: DeviceComm) -> None:
-    """What a sum of some rows costs, either way, and that it is the sum by tree."""
-    size, peers = comm.group.size(), comm.peers
-    through_nccl = DeviceComm(comm.group, None)
-    for num_rows in SUM_ROWS:
-        every = [terms(rank, num_rows) for rank in range(size)]
-        x, expected = every[comm.group.rank()], tree_sum(every)
-        case = f"sum over {size} ranks of {num_rows} x {DIM} fp32"
-        taken = time_sum(through_nccl.sum, x)
-        same = torch.equal(through_nccl.sum(x), expected)
-        bench.add(f"{case}, NCCL", taken, "us", note=f"equal to the sum by tree: {same}")
-        if peers is not None and peers.fits(x):
-            taken = time_sum(peers, x)
-            same = all(torch.equal(peers(x), expected) for _ in range(100))
-            note = f"equal to the sum by tree 100 times: {same}; error word {int(peers.error)}"
-            bench.add(f"{case}, peer memory", taken, "us", note=note)
-    if peers is None:
-        bench.add("peer memory", 0, "ranks", note="not used: the probe said no, see the log")
+def links(bench: Bench, group: Group, device: Device) -> None:
+    """What messages of a decode step take each way, and whether they bring what they should."""
+    size, rank = group.size, group.tensor_rank
+    for name, ways in (("peer memory", ("peer",)), ("host memory", ("host",)), ("NCCL", ())):
+        comm = connect(group, device, ways)  # type: ignore[arg-type]
+        if ways and comm.peers is None:
+            bench.add(f"messages through {name}", 0, "ranks", note="the probe said no, see the log")
+            continue
+        for num_rows in SUM_ROWS:
+            every = [terms(r, num_rows, DIM).bfloat16() for r in range(size)]
+            expected = tree_sum([each.float() for each in every]).bfloat16()
+            if comm.peers is not None and not comm.peers.sums(every[rank]):
+                continue
+            taken = time_calls(group, comm.sum, every[rank])
+            same = all(torch.equal(comm.sum(every[rank]), expected) for _ in range(100))
+            case = f"sum over {size} ranks of {num_rows} x {DIM} bf16, {name}"
+            note = f"equal to the sum by tree 100 times: {same}; error word {int(device.error)}"
+            bench.add(case, taken, "us", note=note)
+        for num_rows in (1, 3, 8):
+            every = [terms(r, num_rows, VOCABULARY // size) for r in range(size)]
+            if comm.peers is not None and not comm.peers.gathers(every[rank]):
+                continue
+            taken = time_calls(group, comm.gather, every[rank])
+            same = torch.equal(comm.gather(every[rank]), torch.cat(every, 1))
+            case = f"gather of {num_rows} x {VOCABULARY} fp32 logits, {name}"
+            bench.add(case, taken, "us", note=f"every column is right: {same}")
 
 
-def steps(
-    bench: Bench, device: Device, shard: Shard, layers: int | None, num_steps: int, way: str = ""
-) -> None:
-    """Decode steps of V4-Flash; every rank of the shard's stage takes part. way: of its sums."""
-    raw = preset_config(MODEL_NAME, num_layers=layers)
-    made = dummy_model(
-        raw,
-        ModelSettings(arch=device.arch),
-        device,
-        num_spec_tokens=NUM_DRAFTS,
-        options=DummyOptions(seed=SEED, skew=SKEW),
-        shard=shard,
-    )
-    queue = CudaQueue(device.torch_device)
+def rig_of(made: DummyModel, device: Device, suite: Suite, watch: Callable[[], None]) -> DeviceRig:
+    queue = CudaQueue(device.torch_device, watch)
     torch.cuda.synchronize()
     placement = Placement(queue, CudaGraphs(queue), device.error, device.arch)
     rig = DeviceRig(
         made.model,  # type: ignore[arg-type]
         made.experts,
         placement,
-        num_seqs=max(STREAMS),
-        num_rows=1 + NUM_DRAFTS,
-        longest=CONTEXT,
+        num_seqs=max(case.streams for case in suite.cases),
+        num_rows=1 + suite.drafts,
+        longest=max(suite.prompt, *(case.context for case in suite.cases)),
         others=CONTEXT,
-        num_drafts=NUM_DRAFTS,
+        num_drafts=suite.drafts,
     )
     rig.fill()
-    label = f"-tp {shard.size}{way}"
-    bench.add(f"memory held, {label}", torch.cuda.memory_allocated() / 2**30, "GiB")
-    for num_seqs in STREAMS:
-        shape = Shape(num_seqs=num_seqs, num_rows=1, context=CONTEXT)
-        found = rig.time_steps(shape, num_steps)
-        note = f"period {found.period_ms:.3f} ms; launching takes the host {found.host_us:.0f} us"
-        case = f"V4-Flash {label}, {num_seqs} streams, 1 row"
-        bench.add(case, found.step_ms, "ms/step", note=note)
-    shape = Shape(num_seqs=1, num_rows=1 + NUM_DRAFTS, context=CONTEXT)
-    found = rig.time_steps(shape, num_steps, num_to_draft=NUM_DRAFTS)
-    floor, target = DRAFTED_MS if shard.size == 2 and layers is None else (None, None)
-    case = f"V4-Flash {label}, whole step with 2 drafts, 1 stream"
-    bench.add(case, found.step_ms, "ms/step", floor=floor, target=target,
-              note=f"period {found.period_ms:.3f} ms")  # fmt: skip
-    agreement(bench, rig, made, shard, label)
+    return rig
 
 
-def agreement(bench: Bench, rig: DeviceRig, made: DummyModel, shard: Shard, label: str) -> None:
+def steps(
+    bench: Bench, device: Device, group: Group | None, suite: Suite, num_steps: int, way: str = ""
+) -> None:
+    """A suite on this rank alone (group None) or on all of a group. way: how sums travel."""
+    shard = WHOLE if group is None else group.shard
+    watch = (lambda: None) if group is None else group.monitor.require_sound
+    kind = f"-tp {shard.size}" if shard.num_stages == 1 else f"-pp {shard.num_stages}"
+    raw = preset_config(suite.model, num_layers=suite.layers, flavour=suite.flavour)
+    settings = ModelSettings(arch=device.arch)
+    made = dummy_model(raw, settings, device, kv_dtype=suite.kv_dtype, num_spec_tokens=suite.drafts,
+                       options=DummyOptions(seed=SEED, skew=SKEW), shard=shard)  # fmt: skip
+    label = f"{suite.label} {kind}{way}"
+    held = torch.cuda.memory_allocated() / 2**30
+    bench.add(f"weights of a rank, {label}", held, "GiB")
+    if group is not None and shard.num_stages == 1:
+        capacity(bench, raw, device, shard, suite, label)
+    rig = rig_of(made, device, suite, watch)
+    for case in suite.cases:
+        time_case(bench, rig, case, num_steps, label, targets=suite.layers is None)
+    if suite.prompt:
+        taken_s = rig.time_prompt(suite.prompt, 8192)
+        note = f"{taken_s:.3f} s, the first time"
+        taken_s = rig.time_prompt(suite.prompt, 8192)
+        bench.add(f"{label}, prompt of {suite.prompt}", suite.prompt / taken_s, "tok/s",
+                  better="higher", target=suite.prompt_target, note=note)  # fmt: skip
+    agreement(bench, rig, made, group, label)
+
+
+def time_case(
+    bench: Bench, rig: DeviceRig, case: Case, num_steps: int, label: str, *, targets: bool
+) -> None:
+    shape = Shape(num_seqs=case.streams, num_rows=case.rows, context=case.context)
+    found = rig.time_steps(shape, num_steps, num_to_draft=NUM_DRAFTS if case.drafts else -1)
+    note = f"period {found.period_ms:.3f} ms; launching takes the host {found.host_us:.0f} us"
+    floor, target = (case.floor, case.target) if targets else (None, None)
+    bench.add(
+        f"{label}, {case.label}", found.step_ms, "ms/step", floor=floor, target=target, note=note
+    )
+
+
+def capacity(
+    bench: Bench, raw: dict[str, Any], device: Device, shard: Shard, suite: Suite, label: str
+) -> None:
+    """How much of what weights and steps leave the planner gives to KV pages."""
+    model = footprint(raw, kv_dtype=suite.kv_dtype, num_spec_tokens=suite.drafts)
+    free_bytes, weights = torch.cuda.mem_get_info()[0], torch.cuda.memory_allocated()
+    card = replace(
+        this_gpu(device.torch_device), memory_bytes=free_bytes + weights, num_devices=shard.size
+    )
+    made = plan(model, card, PlanSettings(max_num_seqs=64))
+    steps_bytes = sum(
+        made.device_bytes.get(use, 0) for use in ("kv rings", "graphs", "workspace", "reserve")
+    )
+    held, left = made.kv.num_pages * model.kv.bytes_per_page, free_bytes - steps_bytes
+    tokens = made.kv.num_pages * model.kv.page_size
+    note = f"{tokens} tokens, {held / 2**30:.1f} of {left / 2**30:.1f} GiB; {held // tokens} B each"
+    case = f"{label}, share of the memory left that is KV pages"
+    bench.add(case, held / left, "of 1", better="higher", target=0.95, note=note)
+
+
+def agreement(
+    bench: Bench, rig: DeviceRig, made: DummyModel, group: Group | None, label: str
+) -> None:
     """Whether ranks, and two runs, have the same logits and tokens, bit for bit."""
     num_rows = 48
     inputs = ForwardInput(
@@ -206,61 +325,71 @@ def agreement(bench: Bench, rig: DeviceRig, made: DummyModel, shard: Shard, labe
         seq_lens=(num_rows,),
         logits_indices=torch.arange(num_rows),
     )
-    runs = [made.model.forward(inputs, rig.kv.tensors, made.experts).logits for _ in range(2)]
+    kv = rig.kv.tensors
+    runs = [made.model.forward(inputs, kv, made.experts).logits for _ in range(2)]
+    finite = bool(runs[0].isfinite().all())
     same = torch.equal(*runs)
-    bench.add(f"two runs agree on all logits, {label}", same, "yes=1", better="higher", target=1)
-    if shard.size == 1:
+    bench.add(f"two runs agree on all logits, {label}", same, "yes=1", better="higher", target=1,
+              note=f"finite: {finite}")  # fmt: skip
+    if group is None:
         return
-    for what, mine in (("logits", runs[0]), ("tokens", rig.sampler.last_token.clone())):
-        every = [torch.empty_like(mine) for _ in range(shard.size)]
-        dist.all_gather(every, mine.contiguous())
-        same = all(torch.equal(each, every[0]) for each in every)
+    for what, mine in (("logits", runs[0]), ("tokens", rig.sampler.last_token)):
+        same = same_everywhere(group, mine)
         bench.add(f"ranks agree on all {what}, {label}", same, "yes=1", better="higher", target=1)
+
+
+def join(args: argparse.Namespace, name: str, config: ParallelConfig, **more: Any) -> Group:
+    place = Place(args.rank, LOOPBACK, args.port, hosts_store=False, attempt=name)
+    return Group.join(place, config, {"what": "bench"}, **more)
 
 
 def be_rank(args: argparse.Namespace) -> int:
     """Everything that one rank does."""
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast may hang GPUs that are shared
+    logging.basicConfig(level=logging.INFO if args.rank == 0 else logging.WARNING)
     torch.cuda.set_device(args.rank)
-    store = dist.TCPStore("127.0.0.1", args.port, args.ranks, args.rank == 0)
-    dist.init_process_group(
-        "nccl",
-        store=store,
-        rank=args.rank,
-        world_size=args.ranks,
-        timeout=timedelta(seconds=60),
-        device_id=torch.device("cuda", args.rank),
-    )
     device = open_device()
     assert device is not None, "no GPU that kernels were built for"
-    more = {"model": MODEL_NAME, "layers": args.layers, "skew": SKEW, "seed": SEED}
+    more: dict[str, object] = {"layers": args.layers, "skew": SKEW, "seed": SEED}
     words = [w for w in sys.argv[1:] if not w.startswith(("--rank=", "--port="))]
     command = " ".join(["python -m bench.multi_gpu", *words])
     bench = Bench(args.rank, args.out, command, args.commit, more)
-    group = dist.group.WORLD
-    assert group is not None
-    comm = open_comm(group, device)
-    bench.part("sums", lambda: sums(bench, comm))
-    if args.rank == 0:
-        bench.part("one rank", lambda: steps(bench, device, WHOLE, args.layers, args.steps))
-        store.set("one rank is done", "")
-    store.wait(["one rank is done"], timedelta(seconds=240))
-    for name, way in (("peer memory", comm), ("NCCL", DeviceComm(group, None))):
-        if name == "peer memory" and comm.peers is None:
-            continue
-        shard = Shard(args.rank, args.ranks, comm=way)
-        work = partial(steps, bench, device, shard, args.layers, args.steps, f" ({name})")
-        bench.part(f"all ranks, sums through {name}", work)
-    dist.destroy_process_group()
+    group = join(args, "tensor", ParallelConfig(tensor=args.ranks, hang_timeout_s=BEAT_S))
+    parts = args.parts.split(",")
+    if "links" in parts:
+        bench.part("links", lambda: links(bench, group, device))
+    if "one" in parts:
+        if args.rank == 0:
+            suite = v4(args.layers, two=False)
+            bench.part("one rank", lambda: steps(bench, device, None, suite, args.steps))
+        group.meet("one rank's part")
+    if {"tensor", "glm", "glm-bf16"} & set(parts):
+        connect(group, device).wait_at_most(LOADING_WAIT_S)
+    suites = {
+        "tensor": v4(args.layers, two=True),
+        "glm": glm(args.glm_layers, fp8=True),
+        "glm-bf16": glm(args.glm_layers, fp8=False),
+    }
+    for name, suite in suites.items():
+        if name in parts:
+            bench.part(name, partial(steps, bench, device, group, suite, args.steps))
+    if "stages" in parts:
+        config = ParallelConfig(pipeline=args.ranks, hang_timeout_s=BEAT_S)
+        stages = join(args, "stages", config)
+        connect(stages, device)
+        suite = v4(args.layers, two=False)
+        bench.part("stages", lambda: steps(bench, device, stages, suite, args.steps))
+    group.meet("the end")
     return 1 if bench.faults else 0
 
 
 def main() -> int:
-    """Start every other rank, and be rank 0."""
+    """Hold the store, start every other rank, and be rank 0."""
     made = argparse.ArgumentParser(description=__doc__)
     made.add_argument("--ranks", type=int, default=2)
+    made.add_argument("--parts", default=",".join(PARTS))
     made.add_argument("--layers", type=int, default=None)
-    made.add_argument("--steps", type=int, default=40)
+    made.add_argument("--glm-layers", type=int, default=None)
+    made.add_argument("--steps", type=int, default=30)
     made.add_argument("--out", type=Path, default=RESULTS)
     made.add_argument("--commit", default="")
     made.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
@@ -268,8 +397,12 @@ def main() -> int:
     args = made.parse_args()
     if args.rank > 0:
         return be_rank(args)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        args.port = free.getsockname()[1]
+    listener = socket.create_server((LOOPBACK, 0))
+    args.port = listener.getsockname()[1]
+    store = TCPStore(
+        LOOPBACK, args.port, args.ranks, True, wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )  # fmt: skip
     words = [sys.executable, "-m", "bench.multi_gpu", *sys.argv[1:]]
     others = [
         subprocess.Popen([*words, f"--rank={rank}", f"--port={args.port}"])
@@ -280,9 +413,10 @@ def main() -> int:
     finally:
         for other in others:
             try:
-                other.wait(20)
+                other.wait(10)
             except subprocess.TimeoutExpired:
                 other.kill()
+        del store
 
 
 if __name__ == "__main__":

@@ -389,7 +389,7 @@ def _be_rank(config: EngineConfig) -> None:
 
     place = place_of(outside, config)
     if place.rank > 0:
-        raise SystemExit(run_rank(config, place))
+        raise SystemExit(run_rank(config, place, outside.local_rank))
 
 
 def num_spec_tokens(args: argparse.Namespace) -> int:

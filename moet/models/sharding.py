@@ -335,6 +335,7 @@ class _Narrowed:
 
     def __init__(self, source: TensorSource) -> None:
         self.source = source
+        self._last = "", torch.empty(0)
 
     def names(self) -> Iterable[str]:
         return self.source.names()
@@ -343,10 +344,15 @@ class _Narrowed:
         return self.source.load(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.source.load(name).shape)
+        return tuple(self._whole(name).shape)
 
     def load_part(self, name: str, dim: int, first: int, last: int) -> Tensor:
-        return self.source.load(name).narrow(dim, first, last - first).contiguous()
+        return self._whole(name).narrow(dim, first, last - first).contiguous()
+
+    def _whole(self, name: str) -> Tensor:
+        if self._last[0] != name:  # asked for its shape, and then for a part
+            self._last = name, self.source.load(name)
+        return self._last[1]
 
 
 def _parts_of(source: TensorSource) -> PartSource:

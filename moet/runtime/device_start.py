@@ -6,7 +6,7 @@ Knows devices and memory; knows nothing of requests.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,9 +22,11 @@ from moet.models.dummy import DummyOptions
 from moet.models.footprint import Footprint, footprint
 from moet.models.glm_moe_dsa_config import ARCHITECTURE as GLM
 from moet.models.pack import Pack
+from moet.models.sharding import WHOLE, Shard, held_layers
 from moet.runtime.device_runner import Placement
-from moet.runtime.dummy import dummy_model, open_device, used_layers
+from moet.runtime.dummy import dummy_model, first_layers, open_device, used_layers
 from moet.runtime.experts.layer_stream import NUM_BUFFERS
+from moet.runtime.experts.load import pack_experts
 from moet.runtime.experts.serving import Served, formats_of
 from moet.runtime.experts.serving_gpu import DeviceServed
 from moet.runtime.hardware import GIB, Hardware, hardware
@@ -69,8 +71,6 @@ def _obstacle(config: EngineConfig, raw_config: Mapping[str, Any] | None) -> str
         return "--rounding none computes in fp32, which only the CPU reference does"
     if config.cache.kv_dtype != "fp8":
         return f"--kv-cache-dtype {config.cache.kv_dtype} is the CPU reference's; a GPU keeps fp8"
-    if config.parallel.num_ranks > 1:
-        return "several ranks run on the CPU reference only so far"
     experts = config.experts
     if experts.trace_file is not None:
         return "traces of experts are the CPU reference's so far"
@@ -82,27 +82,38 @@ def _obstacle(config: EngineConfig, raw_config: Mapping[str, Any] | None) -> str
 
 
 def plan_device(
-    config: EngineConfig, raw_config: Mapping[str, Any], gpu: Device
+    config: EngineConfig, raw_config: Mapping[str, Any], gpu: Device, shard: Shard = WHOLE
 ) -> tuple[EngineConfig, Plan]:
-    """Place everything in the memory that is free now; what the config leaves open is filled in.
+    """Place what a shard has in the memory that is free now; what the config leaves open is filled
+    in.
 
     Raises ConfigError, before anything is loaded, with what is needed, available and worth
     changing.
     """
     cache, scheduler = config.cache, config.scheduler
     model = footprint(
-        raw_config, kv_dtype=cache.kv_dtype, num_spec_tokens=scheduler.num_spec_tokens
+        _longest_stage(raw_config, shard),
+        kv_dtype=cache.kv_dtype,
+        num_spec_tokens=scheduler.num_spec_tokens,
     )
+    page_bytes, given_bytes = model.kv.bytes_per_page, cache.budget_bytes
+    if shard.num_stages > 1:
+        num_spec_tokens = scheduler.num_spec_tokens
+        page_bytes = footprint(
+            raw_config, kv_dtype=cache.kv_dtype, num_spec_tokens=num_spec_tokens
+        ).kv.bytes_per_page
+        if given_bytes is not None:  # of all stages
+            given_bytes = given_bytes // page_bytes * model.kv.bytes_per_page
     chosen = PlanSettings(
         precision=config.settings.precision,
         max_model_len=scheduler.max_model_len,
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
-        kv_cache_bytes=cache.budget_bytes,
+        kv_cache_bytes=given_bytes,
         host_cache_bytes=cache.host_budget_bytes + cache.host_cache_bytes,
         snapshot_bytes=0 if cache.prefix_cache == "off" else cache.snapshot_budget_bytes,
     )
-    card = this_gpu(gpu.torch_device)
+    card = replace(this_gpu(gpu.torch_device), num_devices=shard.size)
     card = replace(card, memory_bytes=card.memory_bytes - _expert_bytes(config, model))
     made = plan(model, card, chosen)
     if not made.resident and made.experts.num_disk and not config.experts.disk:
@@ -113,7 +124,7 @@ def plan_device(
             "them while serving; lower --max-model-len, --kv-cache-memory or --max-num-seqs, "
             "choose --precision w2, or run with --device cpu"
         )
-    num_bytes = made.kv.num_pages * model.kv.bytes_per_page
+    num_bytes = made.kv.num_pages * page_bytes
     window = scheduler.max_model_len or made.kv.max_model_len
     logger.info(
         "plan for %s: %s; window %d tokens, %d pages",
@@ -130,6 +141,15 @@ def plan_device(
         ),
         made,
     )
+
+
+def _longest_stage(raw_config: Mapping[str, Any], shard: Shard) -> Mapping[str, Any]:
+    """The config of as many layers as the longest stage has: what its GPU has to hold."""
+    if shard.num_stages == 1:
+        return raw_config
+    layers = range(int(raw_config["num_hidden_layers"]))
+    stages = (replace(shard, stage=stage) for stage in range(shard.num_stages))
+    return first_layers(raw_config, max(len(held_layers(raw_config, layers, s)) for s in stages))
 
 
 def this_gpu(device: torch.device) -> Hardware:
@@ -187,10 +207,41 @@ def load_pack(
     return model, served
 
 
-def load_dummy(
-    config: EngineConfig, raw_config: Mapping[str, Any], gpu: Device, progress: Progress
+def load_rank(
+    config: EngineConfig, pack: Pack, gpu: Device, progress: Progress, made: Plan, shard: Shard
 ) -> tuple[Model, ExpertProvider]:
-    """Weights of the size that config.json says, made on the GPU."""
+    """A rank's part of a pack on its GPU. Raises ConfigError if its experts would not fit there."""
+    progress("weights", 0.0)
+    num_spec_tokens, settings = config.scheduler.num_spec_tokens, config.settings
+    if not made.resident or not config.experts.is_plain:
+        need = made.experts.num_rows * made.experts.row_bytes / GIB
+        raise ConfigError(
+            f"{made.hardware}: of the {settings.precision} experts a rank has {need:.1f} GiB, and "
+            "ranks keep all of theirs on their GPUs as yet; use more of them, lower "
+            "--max-model-len or --kv-cache-memory, and leave out --expert-pool and --precisions"
+        )
+    kv_dtype = config.cache.kv_dtype
+    model = load_model(pack.config, pack, settings, kv_dtype, num_spec_tokens, gpu, shard)
+    every = used_layers(pack.experts.layers, int(pack.config["num_hidden_layers"]), num_spec_tokens)
+    experts = pack_experts(
+        pack,
+        settings.precision,
+        held_layers(pack.config, every, shard),
+        gpu.torch_device,
+        lambda report: progress("experts", report.done_bytes / report.total_bytes),
+        shard,
+    )
+    return model, experts
+
+
+def load_dummy(
+    config: EngineConfig,
+    raw_config: Mapping[str, Any],
+    gpu: Device,
+    progress: Progress,
+    shard: Shard = WHOLE,
+) -> tuple[Model, ExpertProvider]:
+    """A shard's weights of the size that config.json says, made on the GPU."""
     progress("weights", 0.0)
     target = config.target
     made = dummy_model(
@@ -200,13 +251,20 @@ def load_dummy(
         kv_dtype=config.cache.kv_dtype,
         num_spec_tokens=config.scheduler.num_spec_tokens,
         options=DummyOptions(seed=target.dummy_seed, skew=target.dummy_skew),
+        shard=shard,
     )
     return made.model, made.experts
 
 
-def place(config: EngineConfig, gpu: Device, served: Served | None = None) -> Placement:
-    """A stream for the steps, and how they are captured. served: explains faults of experts."""
-    queue = CudaQueue(gpu.torch_device)
+def place(
+    config: EngineConfig,
+    gpu: Device,
+    served: Served | None = None,
+    watch: Callable[[], None] | None = None,
+) -> Placement:
+    """A stream for the steps, and how they are captured. served: explains faults of experts. watch:
+    as CudaQueue takes it."""
+    queue = CudaQueue(gpu.torch_device, watch)
     torch.cuda.synchronize(gpu.torch_device)  # the weights were made on another stream
     capture = uncaptured if config.target.enforce_eager else CudaGraphs(queue)
     explain = None if served is None else served.explain

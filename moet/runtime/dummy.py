@@ -17,16 +17,17 @@ import torch
 from moet.config import KVDtype, ModelSettings, cache_dir
 from moet.errors import ConfigError
 from moet.kernels.device_gemm import Device
+from moet.kernels.layout import ExpertRows
 from moet.models import load_model
 from moet.models.base import ExpertProvider, Model
 from moet.models.dummy import DummyOptions, DummySource, dummy_rows
 from moet.models.expert_encoder import row_formats
-from moet.models.sharding import WHOLE, Shard
+from moet.models.sharding import WHOLE, Shard, held_layers
 from moet.models.synthetic import MODELS, plan_checkpoint
 from moet.models.synthetic_design import Size
 from moet.models.tensor_writer import write_json
 from moet.runtime.experts.store import DeviceExperts
-from moet.runtime.parallel.experts import sub_rows
+from moet.runtime.parallel.experts import share_of
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +43,18 @@ class DummyModel:
     raw_config: Mapping[str, Any]
 
 
-def preset_config(name: str, size: Size = "full", num_layers: int | None = None) -> dict[str, Any]:
+def preset_config(
+    name: str,
+    size: Size = "full",
+    num_layers: int | None = None,
+    flavour: str | None = None,
+) -> dict[str, Any]:
     """config.json of a released model ("deepseek-v4-flash", ...), or of a smaller one like it.
 
-    num_layers: take only the first ones. Raises ConfigError for an unknown name.
+    num_layers: take only the first ones. flavour: one of those it was published in, None: the
+    first. Raises ConfigError for an unknown name.
     """
-    raw = dict(plan_checkpoint(size, model=name).texts["config.json"])
+    raw = dict(plan_checkpoint(size, flavour, model=name).texts["config.json"])
     return raw if num_layers is None else first_layers(raw, num_layers)
 
 
@@ -99,10 +106,8 @@ def dummy_model(
     options: DummyOptions | None = None,
     shard: Shard = WHOLE,
 ) -> DummyModel:
-    """Make every weight on the device, resident. settings.arch must be the device's.
-
-    shard: the tensor rank whose part is made; experts of two ranks are not parts of one expert.
-    """
+    """Make every weight that a shard has on the device, resident. settings.arch must be the
+    device's. Ranks of one model have parts of the same numbers."""
     options = options or DummyOptions()
     where, begin = device.torch_device, perf_counter()
     source = DummySource(raw_config, options, where)
@@ -114,13 +119,9 @@ def dummy_model(
     form = row_formats(experts.hidden_size, experts.moe_intermediate_size, experts.fp4)[
         settings.precision
     ]
-    if shard.size > 1:
-        form = sub_rows(form, form.num_sub_rows // shard.size)
     layers = used_layers(experts.layers, int(raw_config["num_hidden_layers"]), num_spec_tokens)
-    rows, bases = dummy_rows(
-        form, len(layers) * experts.num_experts, seed=options.seed, device=where
-    )
-    provider = DeviceExperts(form, rows, bases, layers)
+    layers = list(held_layers(raw_config, layers, shard))
+    provider = _dummy_experts(form, layers, experts.num_experts, options.seed, where, shard)
     logger.info(
         "dummy weights: seed %d, skew %.2f; %d layers of %d %s experts, %.1f GiB, dense in %.1f s, "
         "all in %.1f s",
@@ -129,11 +130,31 @@ def dummy_model(
         len(layers),
         experts.num_experts,
         form.name,
-        rows.numel() / GIB,
+        provider.rows.numel() / GIB,
         dense_s,
         perf_counter() - begin,
     )
     return DummyModel(model, provider, raw_config)
+
+
+def _dummy_experts(
+    form: ExpertRows,
+    layers: Sequence[int],
+    num_experts: int,
+    seed: int,
+    device: torch.device,
+    shard: Shard,
+) -> DeviceExperts:
+    """A shard's sub-rows of experts that are made layer by layer."""
+    part, first, last = share_of(form, shard)
+    rows = torch.empty(len(layers) * num_experts, part.row_bytes, dtype=torch.uint8, device=device)
+    every_base = []
+    for n, layer_idx in enumerate(layers):
+        made, bases = dummy_rows(form, num_experts, seed=1000 * seed + layer_idx, device=device)
+        own = rows[n * num_experts : (n + 1) * num_experts].view(num_experts, last - first, -1)
+        own.copy_(made.view(num_experts, form.num_sub_rows, -1)[:, first:last])
+        every_base.append(bases[:, first:last])
+    return DeviceExperts(part, rows, torch.cat(every_base).contiguous(), layers)
 
 
 def used_layers(layers: Sequence[int], num_layers: int, num_spec_tokens: int) -> list[int]:
@@ -149,4 +170,6 @@ def open_device() -> Device | None:
     if not torch.cuda.is_available():
         return None
     arch = ARCH_OF_CAPABILITY.get(torch.cuda.get_device_capability())
-    return None if arch is None else Device.open(arch)
+    if arch is None:
+        return None
+    return Device.open(arch, torch.device("cuda", torch.cuda.current_device()))

@@ -56,8 +56,11 @@ LOG_INTERVAL_S = 5.0
 
 def load_core(config: EngineConfig, progress: Progress) -> EngineCore:
     """Build the core that a config asks for, making its pack first if there is none."""
-    known = text_folder(config) / "config.json"
-    raw_config = read_config(known) if known.is_file() else None
+    if config.parallel.num_ranks > 1:
+        from moet.runtime.parallel.start import load_leading_core  # which builds its core here
+
+        return load_leading_core(config, progress)
+    raw_config = known_config(config)
     config, gpu = settle_device(config, raw_config)
     if config.target.weights == "dummy":
         return _dummy_core(config, raw_config, gpu, progress)
@@ -65,11 +68,13 @@ def load_core(config: EngineConfig, progress: Progress) -> EngineCore:
         return _device_core(config, gpu, progress)
     if raw_config is not None:
         _require_memory(config, raw_config)
-    if config.parallel.num_ranks > 1:
-        from moet.runtime.parallel.start import load_leading_core  # which builds its core here
-
-        return load_leading_core(config, progress)
     return build_core(config, open_pack(config.model, progress), progress)
+
+
+def known_config(config: EngineConfig) -> Mapping[str, Any] | None:
+    """The model's config.json, if it is there yet."""
+    known = text_folder(config) / "config.json"
+    return read_config(known) if known.is_file() else None
 
 
 def _dummy_core(
@@ -79,6 +84,17 @@ def _dummy_core(
     progress: Progress,
 ) -> EngineCore:
     """A core whose weights are random, made on a GPU."""
+    raw_config = dummy_config(config, raw_config, gpu)
+    assert gpu is not None
+    config, _ = plan_device(config, raw_config, gpu)
+    model, experts = load_dummy(config, raw_config, gpu, progress)
+    return core_on(config, gpu, model, experts, dummy_identity(config, raw_config), progress)
+
+
+def dummy_config(
+    config: EngineConfig, raw_config: Mapping[str, Any] | None, gpu: Device | None
+) -> Mapping[str, Any]:
+    """What a model with random weights is made from. Raises ConfigError if that cannot be."""
     if gpu is None:
         raise ConfigError(
             "--weights dummy makes a model of full size on a GPU, and the model would run on the "
@@ -86,10 +102,12 @@ def _dummy_core(
         )
     if raw_config is None:
         raise ConfigError(f"{config.model} has no config.json that says how large to be")
-    config, _ = plan_device(config, raw_config, gpu)
-    model, experts = load_dummy(config, raw_config, gpu, progress)
-    identity = {"dummy": asdict(config.target), "config": raw_config}
-    return _core_on(config, gpu, model, experts, json.dumps(identity, sort_keys=True), progress)
+    return raw_config
+
+
+def dummy_identity(config: EngineConfig, raw_config: Mapping[str, Any]) -> str:
+    """Everything that KV state of random weights depends on besides tokens."""
+    return json.dumps({"dummy": asdict(config.target), "config": raw_config}, sort_keys=True)
 
 
 def _device_core(config: EngineConfig, gpu: Device, progress: Progress) -> EngineCore:
@@ -97,11 +115,11 @@ def _device_core(config: EngineConfig, gpu: Device, progress: Progress) -> Engin
     pack = open_pack(config.model, progress)
     config, made = plan_device(config, pack.config, gpu)
     model, served = load_pack(config, pack, gpu, progress, made)
-    experts, identity = served.precisions.drafting, _kv_identity(pack, config)
-    return _core_on(config, gpu, model, experts, identity, progress, served)
+    experts, identity = served.precisions.drafting, kv_identity(pack, config)
+    return core_on(config, gpu, model, experts, identity, progress, served)
 
 
-def _core_on(
+def core_on(
     config: EngineConfig,
     gpu: Device,
     model: Model,
@@ -109,9 +127,13 @@ def _core_on(
     kv_identity: str,
     progress: Progress,
     served: Served | None = None,
+    *,
+    kind: type[EngineCore] = EngineCore,
+    watch: Callable[[], None] | None = None,
 ) -> EngineCore:
+    """Wire a core around a model on a GPU. kind: its class. watch: as CudaQueue takes it."""
     tokenizer = Tokenizer.from_folder(text_folder(config))
-    core = EngineCore(
+    core = kind(
         model,
         experts,
         cache=config.cache,
@@ -121,7 +143,7 @@ def _core_on(
         seed=config.seed,
         grammars=GrammarCompiler(lambda: tokenizer, model.vocab_size),
         kv_identity=kv_identity,
-        placement=place(config, gpu, served),
+        placement=place(config, gpu, served, watch),
         served=served,
     )
     progress("ready", 1.0)
@@ -167,7 +189,7 @@ def build_core(
         seed=config.seed,
         grammars=GrammarCompiler(lambda: tokenizer, model.vocab_size),
         expert_stats=stats,
-        kv_identity=_kv_identity(pack, config) + (served.identity if served else ""),
+        kv_identity=kv_identity(pack, config) + (served.identity if served else ""),
         served=served,
     )
 
@@ -186,7 +208,7 @@ def _served(pack: Pack, config: EngineConfig, progress: Progress, shard: Shard) 
     return ServedExperts(pack, config, tell, resident_store(pack, tell))
 
 
-def _kv_identity(pack: Pack, config: EngineConfig) -> str:
+def kv_identity(pack: Pack, config: EngineConfig) -> str:
     """Everything that a token's KV state depends on besides the tokens before it."""
     parts = {
         "pack": msgspec.to_builtins(pack.manifest),

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Lock, local
 
@@ -21,8 +22,10 @@ from moet.errors import CheckpointError
 from moet.models.expert_encoder import Tier
 from moet.models.pack import Pack
 from moet.models.progress import ProgressCallback, ProgressMeter
+from moet.models.sharding import WHOLE, Shard
 from moet.models.tensor_files import read_into
 from moet.runtime.experts.store import DeviceExperts
+from moet.runtime.parallel.experts import share_of
 
 NUM_READERS = 6
 PIECE_BYTES = 64 << 20  # of each reader's pinned buffer
@@ -41,18 +44,21 @@ def pack_experts(
     layers: Sequence[int],
     device: torch.device,
     progress: ProgressCallback | None = None,
+    shard: Shard = WHOLE,
 ) -> DeviceExperts:
-    """All experts of these layers on the device, with their row bases.
+    """What a tensor rank has of all experts of these layers on the device, with their row bases.
 
     Raises CheckpointError if the pack has no such tier or no row bases, or cannot be read.
     """
-    form, num_experts = pack.format(tier), pack.experts.num_experts
+    whole, num_experts = pack.format(tier), pack.experts.num_experts
+    form, first, last = share_of(whole, shard)
     count = len(layers) * num_experts
     rows = torch.empty(count, form.row_bytes, dtype=torch.uint8, device=device)
     meter = ProgressMeter(rows.numel(), progress)
-    _read(_pieces(pack, tier, layers, rows), device, meter)
+    pieces = _pieces if shard.size == 1 else partial(_parts, first * whole.sub_row_bytes)
+    _read(pieces(pack, tier, layers, rows), device, meter)
     bases = [
-        pack.row_base(tier, layer_idx, expert_id)
+        pack.row_base(tier, layer_idx, expert_id)[first:last]
         for layer_idx in layers
         for expert_id in range(num_experts)
     ]
@@ -71,11 +77,23 @@ def _pieces(pack: Pack, tier: Tier, layers: Sequence[int], rows: Tensor) -> Iter
             offset += part.numel()
 
 
+def _parts(
+    offset: int, pack: Pack, tier: Tier, layers: Sequence[int], rows: Tensor
+) -> Iterator[_Piece]:
+    """Of each row the bytes from `offset` on, as many as a row of `rows` has."""
+    num_experts = pack.experts.num_experts
+    for n, row in enumerate(rows):
+        path, start = pack.row_place(tier, layers[n // num_experts], n % num_experts)
+        yield _Piece(path, start + offset, row)
+
+
 def _read(pieces: Iterator[_Piece], device: torch.device, meter: ProgressMeter) -> None:
     mine, told = local(), Lock()
     on_gpu = device.type == "cuda"
 
     def set_up() -> None:
+        if on_gpu:
+            torch.cuda.set_device(device)  # pinning would wake another one
         mine.buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=on_gpu)
         mine.stream = (
             torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]

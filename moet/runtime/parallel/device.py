@@ -138,7 +138,7 @@ def connect(group: Group, device: Device, ways: Sequence[Way] = ("peer", "host")
     Each kind of connection is tried with known values first. Raises GroupError if NCCL brings wrong
     ones or none.
     """
-    made = group.connections("nccl", _nccl)
+    made = group.connections(_nccl)
     stage, column, before, behind = made
     comm = DeviceComm(stage, column, before, behind, None)
     _probe_nccl(group, comm, device.torch_device)

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from moet.errors import ConfigError
 from moet.kernels.layout import ExpertRows
 from moet.kernels.moe import ExpertFormat, ExpertTable
 from moet.models.expert_encoder import Tier
@@ -65,6 +66,20 @@ class RankExperts:
     def resident(self, layer_idx: int, num_rows: int = 1) -> ExpertTable | None:
         """The table of a layer, for it never changes."""
         return self._tables[layer_idx]
+
+
+def share_of(form: ExpertRows, shard: Shard) -> tuple[ExpertRows, int, int]:
+    """What a rank has of rows for a GPU, as rows of their own: sub-rows first:last of each.
+
+    Raises ConfigError if there are too few.
+    """
+    if form.num_sub_rows % shard.size:
+        raise ConfigError(
+            f"expert rows of {form.moe_intermediate_size} columns have {form.num_sub_rows} parts, "
+            f"which -tp {shard.size} GPUs cannot share; use -pp or --device cpu"
+        )
+    first, last = shard.part(form.num_sub_rows)
+    return (form if shard.size == 1 else sub_rows(form, last - first)), first, last
 
 
 def sub_rows(form: ExpertRows, count: int) -> ExpertRows:

@@ -29,7 +29,7 @@ def main() -> int:
     if orders.config.settings.arch == "reference":
         threads = torch.get_num_threads() // orders.config.parallel.num_ranks
         torch.set_num_threads(max(1, threads))
-    return run_rank(orders.config, orders.place)
+    return run_rank(orders.config, orders.place, orders.place.rank)
 
 
 def _end_with_rank_0() -> None:

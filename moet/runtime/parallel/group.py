@@ -98,11 +98,12 @@ class Group:
             None
         )  # which rank's process has ended, if known
         self._store = store
+        self._num_connected = 0
         self._device = _gloo_device(place)
         self.world = self._gloo("world", place.rank, config.num_ranks)
         self.verdicts = self._gloo("verdicts", place.rank, config.num_ranks)
         self._undecided: deque[tuple[Work, list[Tensor], str]] = deque()
-        self._stage, column, before, behind = self.connections("gloo", self._gloo_links)
+        self._stage, column, before, behind = self.connections(self._gloo_links)
         self.comm: RankComm = GroupComm(self, self._stage, column, before, behind)
 
     @classmethod
@@ -144,7 +145,7 @@ class Group:
         return group
 
     def connections(
-        self, kind: str, connect: Callable[[Store, int, int], T]
+        self, connect: Callable[[Store, int, int], T]
     ) -> tuple[T, T, T | None, T | None]:
         """Links to the tensor ranks of the stage, to those of this number in all stages, and to the
         rank before and the one behind in the pipeline. Every rank must make them alike.
@@ -152,9 +153,11 @@ class Group:
         connect: makes one, given a store of its own, this one's rank there, and how many they are.
         """
         stage, last, column = self.stage, self.config.pipeline - 1, f"column{self.tensor_rank}"
+        self._num_connected += 1
+        number = self._num_connected
 
         def link(name: str, rank: int, size: int) -> T:
-            return connect(PrefixStore(f"{kind}/{name}", self._store), rank, size)
+            return connect(PrefixStore(f"links{number}/{name}", self._store), rank, size)
 
         return (
             link(f"stage{stage}", self.tensor_rank, self.size),

@@ -6,7 +6,9 @@ import hashlib
 import logging
 import platform
 import socket
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 import torch
@@ -14,12 +16,24 @@ import torch
 from moet import __version__
 from moet.config import EngineConfig, Launched, launched
 from moet.errors import ConfigError, MoetError
+from moet.kernels.device_gemm import Device
+from moet.models.base import ExpertProvider, Model
 from moet.models.pack import Pack
 from moet.models.sharding import check_divisible
 from moet.runtime.core import EngineCore
+from moet.runtime.device_start import load_dummy, load_rank, plan_device, settle_device
 from moet.runtime.host import Progress
-from moet.runtime.loader import build_core, open_pack
+from moet.runtime.loader import (
+    build_core,
+    core_on,
+    dummy_config,
+    dummy_identity,
+    known_config,
+    kv_identity,
+    open_pack,
+)
 from moet.runtime.parallel.core import LeadingCore, follow
+from moet.runtime.parallel.device import STEP_WAIT_S, connect
 from moet.runtime.parallel.group import LOOPBACK, Group, Place
 from moet.runtime.parallel.monitor import GroupError
 from moet.runtime.parallel.ranks import Ranks
@@ -30,26 +44,27 @@ logger = logging.getLogger(__name__)
 def load_leading_core(config: EngineConfig, progress: Progress) -> EngineCore:
     """The core of rank 0, with the other ranks started (unless torchrun did) and loaded."""
     require_supported(config)
-    pack = open_pack(config.model, progress)  # once, before others look for it
-    check_divisible(pack.config, config.parallel.tensor, config.parallel.pipeline)
     outside, ranks, listener = launched(), Ranks(), None
+    source = _Source.open(config, 0 if outside is None else outside.local_rank, progress)
+    check_divisible(source.raw_config, config.parallel.tensor, config.parallel.pipeline)
     if outside is None:
+        _require_gpus(source, config.parallel.num_ranks)
         listener = socket.create_server((LOOPBACK, 0))
         place = Place(0, LOOPBACK, listener.getsockname()[1], hosts_store=True)
-        _share_threads(config)
+        _share_threads(source.config)
         root = logging.getLogger("moet")
         level = logging.getLevelName(root.level) if root.handlers else None
         ranks.start(config, place, level)
     else:
         place = place_of(outside, config)
     try:
-        group = Group.join(place, config.parallel, claims(config, pack), listener)
+        group = Group.join(place, config.parallel, claims(source), listener)
         group.lost = ranks.lost
         ranks.watch(group.monitor.fail)
-        core = build_core(config, pack, progress, shard=group.shard, kind=LeadingCore)
+        core = source.core(group, progress, LeadingCore)
         assert isinstance(core, LeadingCore)
         core.lead(group, ranks)
-        group.meet("loading")
+        _all_loaded(group)
     except BaseException as error:
         lost = ranks.lost()
         ranks.kill()
@@ -59,15 +74,18 @@ def load_leading_core(config: EngineConfig, progress: Progress) -> EngineCore:
     return core
 
 
-def run_rank(config: EngineConfig, place: Place) -> int:
-    """Be a rank other than 0 until the group ends; returns the exit code."""
+def run_rank(config: EngineConfig, place: Place, local_rank: int) -> int:
+    """Be a rank other than 0 until the group ends; returns the exit code.
+
+    local_rank: its number on this host, and that of its GPU.
+    """
     try:
         require_supported(config)
-        pack = open_pack(config.model, lambda stage, done: None)
-        group = Group.join(place, config.parallel, claims(config, pack))
+        source = _Source.open(config, local_rank, _unheard)
+        group = Group.join(place, config.parallel, claims(source))
         try:
-            core = build_core(config, pack, lambda stage, done: None, shard=group.shard)
-            group.meet("loading")
+            core = source.core(group, _unheard, EngineCore)
+            _all_loaded(group)
         except Exception as error:
             group.monitor.fail(f"{group.name} failed while loading: {error}")
             raise
@@ -76,6 +94,80 @@ def run_rank(config: EngineConfig, place: Place) -> int:
         logger.error("%s", error)
         return 1
     return 0
+
+
+def _unheard(stage: str, done: float) -> None:
+    """Progress is told by rank 0."""
+
+
+def _all_loaded(group: Group) -> None:
+    """From here on ranks wait for each other no longer than a step may take."""
+    group.meet("loading")
+    group.comm.wait_at_most(max(STEP_WAIT_S, group.config.hang_timeout_s))
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What a rank loads, and where to. config: settled for this device. pack: None if the weights
+    are random."""
+
+    config: EngineConfig
+    raw_config: Mapping[str, Any]
+    gpu: Device | None
+    pack: Pack | None
+
+    @classmethod
+    def open(cls, config: EngineConfig, local_rank: int, progress: Progress) -> _Source:
+        """Take a GPU, if it is to be one, and find the weights; makes the pack if there is none."""
+        if config.target.device != "cpu" and local_rank < torch.cuda.device_count():
+            torch.cuda.set_device(local_rank)
+        known = known_config(config)
+        config, gpu = settle_device(config, known)
+        if config.target.weights == "dummy":
+            return cls(config, dummy_config(config, known, gpu), gpu, None)
+        pack = open_pack(config.model, progress)
+        return cls(config, pack.config, gpu, pack)
+
+    def core(self, group: Group, progress: Progress, kind: type[EngineCore]) -> EngineCore:
+        """Load this rank's part, and wire a core around it."""
+        config, gpu, pack = self.config, self.gpu, self.pack
+        if gpu is None:
+            assert pack is not None
+            return build_core(config, pack, progress, shard=group.shard, kind=kind)
+        connect(group, gpu)
+        config, made = plan_device(config, self.raw_config, gpu, group.shard)
+        config = _common(group, config)
+        model: Model
+        experts: ExpertProvider
+        if pack is None:
+            model, experts = load_dummy(config, self.raw_config, gpu, progress, group.shard)
+            identity = dummy_identity(config, self.raw_config)
+        else:
+            model, experts = load_rank(config, pack, gpu, progress, made, group.shard)
+            identity = kv_identity(pack, config)
+        watch = group.monitor.require_sound
+        return core_on(config, gpu, model, experts, identity, progress, kind=kind, watch=watch)
+
+
+def _common(group: Group, config: EngineConfig) -> EngineConfig:
+    """The config with the pages and the window that every rank has room for."""
+    budget_bytes, window = config.cache.budget_bytes, config.scheduler.max_model_len
+    assert budget_bytes is not None
+    assert window is not None
+    return replace(
+        config,
+        cache=replace(config.cache, budget_bytes=group.least(budget_bytes, "sizing the KV cache")),
+        scheduler=replace(config.scheduler, max_model_len=group.least(window, "sizing windows")),
+    )
+
+
+def _require_gpus(source: _Source, num_ranks: int) -> None:
+    """Raise ConfigError if the ranks on this host would have to share GPUs."""
+    if source.gpu is not None and torch.cuda.device_count() < num_ranks:
+        raise ConfigError(
+            f"{num_ranks} ranks need as many GPUs; this host has {torch.cuda.device_count()}: use "
+            "fewer, torchrun on several hosts, or --device cpu"
+        )
 
 
 def place_of(outside: Launched, config: EngineConfig) -> Place:
@@ -90,15 +182,17 @@ def place_of(outside: Launched, config: EngineConfig) -> Place:
     return Place(outside.rank, host, outside.port, outside.hosts_store, outside.attempt)
 
 
-def claims(config: EngineConfig, pack: Pack) -> dict[str, str]:
+def claims(source: _Source) -> dict[str, str]:
     """What must be equal on all ranks."""
-    common = replace(config, model="")  # packs may lie in another folder on another host
+    common = replace(source.config, model="")  # packs may lie in another folder on another host
+    pack = source.pack
+    weights = source.raw_config if pack is None else msgspec.to_builtins(pack.manifest)
     return {
         "moet's version": __version__,
         "torch's version": torch.__version__,
         "the kind of processor": platform.machine(),
         "the settings": _hash(msgspec.json.encode(common)),
-        "the pack": _hash(msgspec.json.encode(pack.manifest)),
+        "the pack": _hash(msgspec.json.encode(weights)),
     }
 
 

@@ -1,0 +1,102 @@
+"""Several GPUs: ranks and runs agree bit for bit, stages change no bit, and one rank ends all."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from moet import Engine, SamplingParams
+from moet.config import CacheConfig, SchedulerConfig, TargetConfig
+from moet.errors import MoetError
+from moet.models.synthetic import MODEL_NAME, plan_checkpoint
+
+PROMPTS = ["a", "several words of a prompt " * 12, "x" * 700]
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, logprobs=0, ignore_eos=True)
+NUM_LAYERS = 5
+SOON_S = 30.0
+
+Answers = list[tuple[list[int], list[float]]]
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model whose experts two GPUs can share."""
+    made = tmp_path_factory.mktemp("model")
+    for name, content in plan_checkpoint("small", model=MODEL_NAME).texts.items():
+        if name == "config.json":
+            kinds = [*content["compress_ratios"][:NUM_LAYERS], 0]
+            content = {**content, "moe_intermediate_size": 2048, "num_hidden_layers": NUM_LAYERS}
+            content["compress_ratios"] = kinds
+        (made / name).write_text(json.dumps(content))
+    return made
+
+
+def engine(folder: Path, *, drafts: int = 0, tensor: int = 1, pipeline: int = 1) -> Engine:
+    return Engine(
+        str(folder),
+        target=TargetConfig(device="cuda", weights="dummy", dummy_skew=0.5),
+        scheduler=SchedulerConfig(max_num_seqs=2, max_model_len=2048, num_spec_tokens=drafts),
+        cache=CacheConfig(budget_bytes=256 << 20),
+        tensor_parallel=tensor,
+        pipeline_parallel=pipeline,
+        hang_timeout_s=10.0,
+    )
+
+
+def answers(engine: Engine) -> Answers:
+    found = []
+    for completion in engine.generate(PROMPTS, GREEDY):
+        (choice,) = completion.choices
+        assert choice.logprobs is not None
+        found.append((choice.token_ids, [each.logprobs[0] for each in choice.logprobs]))
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Answers:
+    """What one GPU answers."""
+    with engine(folder) as made:
+        return answers(made)
+
+
+def test_two_tensor_ranks_with_drafts_and_without(folder: Path, alone: Answers) -> None:
+    with engine(folder, tensor=2) as made:
+        plain = answers(made)
+        assert answers(made) == plain  # the second time from the prefix cache
+    with engine(folder, tensor=2, drafts=2) as made:
+        assert answers(made) == plain
+    for (_, mine), (_, whole) in zip(plain, alone, strict=True):
+        assert abs(mine[0] - whole[0]) < 0.1  # rounded at other places, before the ranks' sum
+    same = sum(mine[0][:4] == whole[0][:4] for mine, whole in zip(plain, alone, strict=True))
+    assert same >= len(PROMPTS) - 1
+
+
+def test_two_stages_give_the_bits_of_one_and_end_with_a_rank(folder: Path, alone: Answers) -> None:
+    made = engine(folder, pipeline=2)
+    try:
+        assert answers(made) == alone
+        stream = made.stream("a", SamplingParams(max_tokens=1500, ignore_eos=True))
+        next(stream)
+        (rank,) = [
+            each.pid
+            for each in psutil.Process().children(recursive=True)
+            if "moet.runtime.parallel.follower" in " ".join(each.cmdline())
+        ]
+        began = time.monotonic()
+        os.kill(rank, signal.SIGKILL)
+        with pytest.raises(MoetError, match="rank 1"):
+            for _ in stream:
+                pass
+        assert time.monotonic() - began < SOON_S
+    finally:
+        made.close()
+    assert not psutil.pid_exists(rank)
