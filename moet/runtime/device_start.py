@@ -37,6 +37,7 @@ from moet.runtime.queues import CudaGraphs, CudaQueue, uncaptured
 
 logger = logging.getLogger(__name__)
 
+_KV_DTYPES = {GLM: ("fp8", "nvfp4")}  # that kernels read; of the other model fp8
 _NAMES = {"h200": "h200", "rtx 5090": "rtx-5090", "rtx pro 6000": "rtx-pro-6000"}
 
 
@@ -69,15 +70,18 @@ def _obstacle(config: EngineConfig, raw_config: Mapping[str, Any] | None) -> str
     """Why no GPU can do what is asked."""
     if config.settings.rounding == "none":
         return "--rounding none computes in fp32, which only the CPU reference does"
-    if config.cache.kv_dtype != "fp8":
-        return f"--kv-cache-dtype {config.cache.kv_dtype} is the CPU reference's; a GPU keeps fp8"
+    architecture = (raw_config or {}).get("architectures", [None])[0]
+    formats = _KV_DTYPES.get(architecture, ("fp8",))
+    if config.cache.kv_dtype not in formats:
+        return (
+            f"--kv-cache-dtype {config.cache.kv_dtype} is the CPU reference's; a GPU keeps "
+            f"{' or '.join(formats)} of this model"
+        )
     experts = config.experts
     if experts.trace_file is not None:
         return "traces of experts are the CPU reference's so far"
     if "w2+hot" in {experts.policy, *experts.offered}:
         return "the policy w2+hot is the CPU reference's so far"
-    if raw_config is not None and (raw_config.get("architectures") or [None])[0] == GLM:
-        return "GLM-5.2 runs on the CPU reference only so far"
     return None
 
 

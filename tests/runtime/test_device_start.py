@@ -67,7 +67,7 @@ def test_auto_takes_a_gpu_and_its_ops(gpu: Device) -> None:
     [
         ({"settings": ModelSettings(rounding="none")}, V4, "--rounding none"),
         ({"cache": CacheConfig(kv_dtype="bf16")}, V4, "--kv-cache-dtype bf16"),
-        ({}, GLM, "GLM-5.2"),
+        ({"cache": CacheConfig(kv_dtype="bf16")}, GLM, "fp8 or nvfp4"),
     ],
 )
 def test_what_no_gpu_does_runs_on_the_cpu_unless_a_gpu_was_asked_for(
