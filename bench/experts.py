@@ -1,11 +1,12 @@
-"""Experts in host memory behind a pool on one GPU: what a decode step and a long prompt cost.
+"""Experts in host memory and on disk behind a pool on one GPU: what steps and prompts cost.
 
-    python -m bench.experts [--layers N] [--quick] [--commit X] [--out FILE]
+    python -m bench.experts [--layers N] [--fp4-layers N] [--disk-layers N] [--parts A,B] [--out F]
 
-V4-Flash with dummy weights; the router's skew and the seed are stated with each figure. For every
-case the same step is timed with all experts resident, so that what is compared is the pool alone,
-and its answer is compared bit for bit. The link is measured in the same run. What fails is printed
-and the rest goes on. Needs host memory for all rows (1.7 GiB a layer).
+V4-Flash with dummy weights, cut to layers whose rows fit host memory (1.7 GiB a layer of 2-bit
+rows, 3.2 of FP4). The router's popularity is set so that a pool has the stated hit rate; rate, skew
+and seed stand with each figure. Every case is timed beside the same step with all experts resident
+and compared with it bit for bit, and the link is measured in the same run. What fails is printed
+and the rest goes on.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import json
 import os
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -24,268 +27,531 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.gpu_model import PAGE, decode_rows, state
-from moet.config import ModelSettings
+from bench.experts_rig import (
+    GIB,
+    SEED,
+    TOP_K,
+    CapturedStep,
+    Rig,
+    chunk_of,
+    compare,
+    link_rate,
+)
+from bench.gpu_model import PAGE, kernels_of, state
 from moet.kernels.device_gemm import Device
-from moet.models.base import ForwardInput
-from moet.models.deepseek_v4 import DeepseekV4
-from moet.models.dummy import DummyOptions
-from moet.runtime.dummy import dummy_model, open_device, preset_config
-from moet.runtime.experts.gpu import CachedExperts, StreamedExperts, copy_from
-from moet.runtime.experts.host import Arena
+from moet.kernels.expert_cache_device import fetch_on_device, resolve_on_device
+from moet.models.base import ResidentProvider
+from moet.runtime.dummy import open_device
+from moet.runtime.experts.disk import RowFile
+from moet.runtime.experts.feeder import RowFeeder
+from moet.runtime.experts.gpu import CachedExperts, HostSide
+from moet.runtime.experts.host import Arena, mapped_numbers
+from moet.runtime.experts.layer_stream import LayerStream
+from moet.runtime.experts.open_gpu import START_READERS, least_places, read_rows
 from moet.runtime.experts.store import DeviceExperts
 
-GIB = 1 << 30
-SEED = 1
-CONTEXT = 1024
-WARM_STEPS, STEPS = 150, 60
+WARM_STEPS, STEPS = 80, 50
 TOKENS_A_STEP = {1: 1.0, 3: 2.6}  # rows of a step -> tokens that it yields
+LARGE_POOL, SMALL_POOL = 0.193, 0.152  # of all rows: 14 and 11 GiB of 72.6
+WHOLE_MODEL = 43  # layers
+ARENA_SHARE = 0.27
+
+Results = dict[str, Any]
 
 
-class Rig:
-    """A model, its experts resident and in host memory, and steps of tokens at random."""
+@dataclass
+class Bench:
+    """What the parts share."""
 
-    def __init__(self, device: Device, num_layers: int | None, skew: float) -> None:
-        raw = preset_config("deepseek-v4-flash", "full", num_layers)
-        settings = ModelSettings(arch=device.arch)
-        made = dummy_model(raw, settings, device, options=DummyOptions(seed=SEED, skew=skew))
-        assert isinstance(made.model, DeepseekV4)
-        assert isinstance(made.experts, DeviceExperts)
-        self.device, self.model, self.resident = device, made.model, made.experts
-        self.layers = list(range(int(raw["num_hidden_layers"])))
-        table = self.resident.resident(0)
-        self.form: Any = table.format
-        assert table.bases is not None
-        self.bases = torch.cat([self.resident.resident(i).bases for i in self.layers])  # type: ignore[arg-type]
-        self.kv = state(self.model, 256, 8)
-        self.generator = torch.Generator("cpu").manual_seed(SEED)
+    device: Device
+    layers: int
+    fp4_layers: int
+    disk_layers: int
+    folder: Path
+    rig: Rig = field(init=False)
+    host: HostSide = field(init=False)
+    link: float = field(init=False)
+    skews: dict[tuple[int, float], float] = field(default_factory=dict)
+    resident: dict[int, CapturedStep] = field(default_factory=dict)
+    fp4: tuple[Rig, HostSide] | None = None
 
-    def to_host(self) -> tuple[Arena, dict[str, float]]:
-        """All rows into pinned memory; how long that took."""
-        num_rows, begin = len(self.resident.rows), perf_counter()
-        arena = Arena(num_rows, self.form.row_bytes, pin=True)
-        pinned_s, begin = perf_counter() - begin, perf_counter()
-        first = 0
-        for chunk in arena.chunks:
-            chunk.copy_(self.resident.rows[first : first + len(chunk)])
-            first += len(chunk)
-        torch.cuda.synchronize()
-        size = num_rows * self.form.row_bytes / GIB
-        return arena, {
-            "GiB": round(size, 2),
-            "pin GiB/s": round(size / pinned_s, 2),
-            "copy out GiB/s": round(size / (perf_counter() - begin), 2),
-        }
-
-    def tokens(self, count: int) -> Tensor:
-        return torch.randint(self.model.vocab_size, (count,), generator=self.generator)
+    def slots(self, share: float, layers: int | None = None) -> int:
+        num_experts = len(self.rig.bases) // self.layers
+        return int(share * num_experts * (layers or self.layers))
 
 
-class CapturedStep:
-    """A decode step of one sequence, captured once and replayed with other tokens."""
-
-    def __init__(self, rig: Rig, experts: Any, num_rows: int) -> None:
-        self.ids = torch.zeros(num_rows, dtype=torch.int64, device="cuda")
-        rows = decode_rows(1, num_rows, CONTEXT)
-        stream = torch.cuda.Stream()
-        with torch.inference_mode():
-            with torch.cuda.stream(stream):
-                for _ in range(2):
-                    rig.model.compute(self.ids, rows, None, rig.kv, experts)
-            torch.cuda.synchronize()
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
-                self.logits = rig.model.compute(self.ids, rows, None, rig.kv, experts).logits
-        torch.cuda.synchronize()
-
-    def __call__(self, tokens: Tensor) -> float:
-        """Milliseconds of a step."""
-        self.ids.copy_(tokens)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        self.graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        return begin.elapsed_time(end)
+def open_bench(bench: Bench) -> Results:
+    begin = perf_counter()
+    bench.rig = Rig(bench.device, bench.layers)
+    built_s = perf_counter() - begin
+    arena, found = bench.rig.to_host()
+    bench.host, bench.link = HostSide(arena=arena), link_rate(arena)
+    bench.resident = {n: CapturedStep(bench.rig, bench.rig.resident, n) for n in (1, 3)}
+    return {**found, "built s": round(built_s, 1), "link GB/s": round(bench.link / 1e9, 2)}
 
 
-def link_rate(arena: Arena) -> float:
-    """Bytes a second from pinned memory by the copy engine."""
-    out = torch.empty_like(arena.chunks[0], device="cuda")
-    best = 0.0
-    for chunk in arena.chunks[:3]:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        out[: len(chunk)].copy_(chunk, non_blocking=True)
-        end.record()
-        torch.cuda.synchronize()
-        best = max(best, chunk.numel() / begin.elapsed_time(end) * 1e3)
-    return best
+# Decoding
 
 
-def cached_case(
-    rig: Rig, arena: Arena, link: float, *, pool_bytes: float, num_rows: int, overlap: bool = True
-) -> dict[str, Any]:
-    """Steps with a pool against the same steps with everything resident."""
-    num_slots = max(int(pool_bytes // rig.form.row_bytes), num_rows * 6)
-    resident = CapturedStep(rig, rig.resident, num_rows)
-    experts = CachedExperts(
-        rig.device.launcher,
-        rig.form,
-        arena,
-        rig.bases,
-        rig.layers,
-        num_slots,
-        error=rig.device.error,
-        overlap=overlap,
-    )
-    cached = CapturedStep(rig, experts, num_rows)
-    for _ in range(WARM_STEPS):
-        cached(rig.tokens(num_rows))
+def timed(
+    rig: Rig,
+    link: float,
+    experts: CachedExperts,
+    step: CapturedStep,
+    resident: CapturedStep,
+    *,
+    warm: int = WARM_STEPS,
+) -> Results:
+    """Steps with a pool and, in turn with them, the same ones with everything resident."""
+    num_rows = len(step.ids)
+    for _ in range(warm):
+        step(rig.tokens(num_rows))
     hits, misses = experts.counts()
     times: list[float] = []
     base: list[float] = []
-    same = True
     for _ in range(STEPS):
         tokens = rig.tokens(num_rows)
-        times.append(cached(tokens))
+        times.append(step(tokens))
         base.append(resident(tokens))
-        same &= bool(torch.equal(cached.logits, resident.logits))
     after = experts.counts()
     asked, missed = after[0] + after[1] - hits - misses, after[1] - misses
     step_ms, base_ms = sum(times) / STEPS, sum(base) / STEPS
     floor_ms = missed / STEPS * rig.form.row_bytes / link * 1e3
+    layers, whole = len(experts.layers), WHOLE_MODEL / len(experts.layers)
     return {
-        "slots": num_slots,
-        "share %": round(100 * num_slots / len(rig.bases), 1),
+        "slots": len(experts.tables.row_of),
+        "share %": round(100 * len(experts.tables.row_of) / len(experts.bases), 1),
+        "skew": round(rig.skew, 3),
         "hits %": round(100 * (1 - missed / max(1, asked)), 2),
         "step ms": round(step_ms, 3),
         "resident ms": round(base_ms, 3),
         "missed bytes / link ms": round(floor_ms, 3),
-        "beyond resident / floor": round((step_ms - base_ms) / floor_ms, 3) if floor_ms else None,
         "target ms": round(base_ms + 1.25 * floor_ms, 3),
-        "tok/s": round(TOKENS_A_STEP.get(num_rows, 1.0) / step_ms * 1e3, 1),
-        "same bits": same,
+        "within target": step_ms <= base_ms + 1.25 * floor_ms,
+        "us a layer beyond resident and floor": round(
+            (step_ms - base_ms - floor_ms) * 1e3 / layers, 1
+        ),
+        "tok/s, 43 layers": round(TOKENS_A_STEP.get(num_rows, 1.0) / (step_ms * whole) * 1e3, 1),
+    }
+
+
+def judged(bench: Bench, experts: CachedExperts, num_rows: int) -> Results:
+    """A case of decoding: timed, then compared bit for bit."""
+    rig, resident = bench.rig, bench.resident[num_rows]
+    rig.device.error.zero_()
+    step = CapturedStep(rig, experts, num_rows)
+    found = timed(rig, bench.link, experts, step, resident)
+    different = compare(rig, step, resident)
+    return found | {
+        "same bits": different.same,
+        "resident twice the same": different.twice,
         "error word": int(rig.device.error),
     }
 
 
-def prefill_case(rig: Rig, arena: Arena, link: float, *, length: int, chunk: int) -> dict[str, Any]:
-    """A prompt in chunks, every layer's experts streamed once a chunk."""
-    experts = StreamedExperts(rig.form, rig.bases, rig.layers, copy_from(arena))
+def find_skew(bench: Bench, num_rows: int, rate: float) -> float:
+    """The popularity at which the large pool has this hit rate."""
+    rig, low, high = bench.rig, 0.0, 6.0
+    experts = rig.pool(bench.host, bench.slots(LARGE_POOL))
+    step = CapturedStep(rig, experts, num_rows)
+    for _ in range(6):
+        rig.set_skew((low + high) / 2)
+        for _ in range(60):
+            step(rig.tokens(num_rows))
+        hits, misses = experts.counts()
+        for _ in range(30):
+            step(rig.tokens(num_rows))
+        after = experts.counts()
+        asked = after[0] + after[1] - hits - misses
+        if (after[0] - hits) / max(1, asked) < rate:
+            low = rig.skew
+        else:
+            high = rig.skew
+    return (low + high) / 2
 
-    def run(provider: Any) -> Tensor:
-        out = torch.empty(0)
-        for first in range(0, length, chunk):
-            count = min(chunk, length - first)
-            inputs = ForwardInput(
-                token_ids=prompt[first : first + count],
-                positions=torch.arange(first, first + count),
-                cu_seqlens_q=(0, count),
-                seq_slots=torch.zeros(1, dtype=torch.int64),
-                page_table=torch.arange(-(-(first + count) // PAGE)).view(1, -1),
-                seq_lens=(first + count,),
-                logits_indices=torch.tensor([count - 1]),
+
+def decode(bench: Bench) -> Results:
+    """The pools of the table, one row and three, at two hit rates."""
+    found: Results = {}
+    for num_rows in (1, 3):
+        for rate in (0.96, 0.987):
+            skew = bench.skews[num_rows, rate] = find_skew(bench, num_rows, rate)
+            bench.rig.set_skew(skew)
+            for share in (LARGE_POOL, SMALL_POOL) if rate == 0.96 else (LARGE_POOL,):
+                name = f"pool {100 * share:.1f} %, {num_rows} rows, {100 * rate:.1f} % aimed at"
+                experts = bench.rig.pool(bench.host, bench.slots(share))
+                found[name] = judged(bench, experts, num_rows)
+                print(name, found[name], flush=True)
+    return found
+
+
+def uniform(bench: Bench) -> Results:
+    """Routing without any favourites, and the smallest pool there is."""
+    bench.rig.set_skew(0.0)
+    found: Results = {}
+    for name, slots in (("pool 15.2 %", bench.slots(SMALL_POOL)), ("one token's set", TOP_K)):
+        experts = bench.rig.pool(bench.host, slots)
+        found[f"{name}, uniform, 1 row"] = judged(bench, experts, 1)
+        print(name, found[f"{name}, uniform, 1 row"], flush=True)
+    return found
+
+
+def launches(bench: Bench) -> Results:
+    """Where the time of a step with a pool goes, and what its two kernels take by themselves."""
+    rig = bench.rig
+    rig.set_skew(bench.skews.get((1, 0.96), 2.5))
+    experts = rig.pool(bench.host, bench.slots(LARGE_POOL))
+    found: Results = {}
+    for num_rows in (1, 3):
+        for name, provider in (("pool", experts), ("resident", rig.resident)):
+            step = CapturedStep(rig, provider, num_rows)
+            for _ in range(60):
+                step(rig.tokens(num_rows))
+            count, lines = kernels_of(step.graph.replay, 16)
+            found[f"{num_rows} rows, {name}"] = {"launches": count, "top": lines}
+            print(num_rows, name, count, *lines, sep="\n", flush=True)
+    ids = torch.arange(TOP_K, device="cuda").view(1, -1)
+    cache, num_experts = experts.cache, experts.num_experts
+    found["resolve, hits alone, us"] = repeated(
+        lambda: resolve_on_device(
+            cache.launcher,
+            experts.tables,
+            ids,
+            cache.wanted,
+            first_row=0,
+            num_experts=num_experts,
+            error=cache.error,
+        )
+    )
+    for count in (0, 1, 2, 6):
+        for ctas in (8, 16, 32) if count else (8,):
+            cache.wanted.rows[:count] = torch.arange(count)
+            cache.wanted.slots[:count] = torch.arange(count)
+            cache.wanted.count.fill_(count)
+            taken_us = repeated(
+                lambda n=ctas: fetch_on_device(  # type: ignore[misc]
+                    cache.launcher,
+                    cache.pool,
+                    experts.tables,
+                    cache.host,
+                    cache.wanted,
+                    layer=0,
+                    error=cache.error,
+                    num_ctas=n,
+                )
             )
-            out = rig.model.forward(inputs, rig.kv, provider).logits
-        torch.cuda.synchronize()
-        return out
+            rate = count * rig.form.row_bytes / taken_us / 1e3
+            found[f"fetch of {count}, {ctas} CTAs"] = {"us": taken_us, "GB/s": round(rate, 1)}
+    print({k: v for k, v in found.items() if "rows" not in k}, flush=True)
+    return found
 
-    prompt = rig.tokens(length)
+
+def repeated(call: Callable[[], None], times: int = 20) -> float:
+    """Microseconds of one of several launches in a graph."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        for _ in range(times):
+            call()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(2):
+        begin.record()
+        graph.replay()
+        end.record()
+    torch.cuda.synchronize()
+    return round(begin.elapsed_time(end) * 1e3 / times, 2)
+
+
+# Prompts
+
+
+def prompt(
+    rig: Rig, host: HostSide, link: float, *, length: int, chunk: int, resident: bool
+) -> Results:
+    """A prompt in chunks, every layer's experts streamed once a chunk."""
+    layers = rig.layers
+    pool = rig.pool(host, TOP_K)
+    stream = LayerStream(rig.form, rig.bases, layers, pool.copy_rows)
+    kv, tokens = state(rig.model, length // PAGE, 2), rig.tokens(length)
+
+    def run(provider: ResidentProvider) -> tuple[float, Tensor]:
+        begin, out = perf_counter(), torch.empty(0)
+        for first in range(0, length, chunk):
+            part = chunk_of(tokens[first : first + chunk], first)
+            out = rig.model.forward(part, kv, provider).logits
+        torch.cuda.synchronize()
+        return perf_counter() - begin, out
+
+    found: Results = {}
     with torch.inference_mode():
-        expected = run(rig.resident)
-        begin = perf_counter()
-        run(rig.resident)
-        resident_s = perf_counter() - begin
-        run(experts)
-        begin = perf_counter()
-        found = run(experts)
-        seconds = perf_counter() - begin
-    moved = -(-length // chunk) * len(rig.bases) * rig.form.row_bytes
-    whole = 43 / len(rig.layers)
-    return {
+        run(stream)
+        seconds, logits = run(stream)
+        if resident:
+            base_s, expected = run(rig.resident)
+            found = {
+                "resident tok/s": round(length / base_s),
+                "same bits": bool(torch.equal(expected, logits)),
+            }
+    moved = -(-length // chunk) * rig.total_bytes
+    whole = WHOLE_MODEL / len(layers)
+    return found | {
+        "chunk": chunk,
         "tok/s": round(length / seconds),
-        "resident tok/s": round(length / resident_s),
-        "tok/s scaled to 43 layers": round(length / seconds / whole),
+        "tok/s, 43 layers": round(length / seconds / whole),
         "of link rate %": round(100 * moved / seconds / link, 1),
-        "same bits": bool(torch.equal(expected, found)),
     }
 
 
-def run_cases(rig: Rig, arena: Arena, results: dict[str, Any], *, quick: bool, label: str) -> None:
-    """Every case of the table that this skew is for."""
-    link = link_rate(arena)
-    results[f"link GB/s, {label}"] = round(link / 1e9, 2)
-    total = len(rig.bases) * rig.form.row_bytes
-    cases: dict[str, Callable[[], dict[str, Any]]] = {}
-    for share in (0.193,) if quick else (0.193, 0.152):
-        for num_rows in (1, 3):
-            cases[f"pool {100 * share:.1f} %, {num_rows} rows"] = lambda s=share, n=num_rows: (
-                cached_case(rig, arena, link, pool_bytes=s * total, num_rows=n)
-            )
-    cases["pool 19.3 %, 1 row, copies in turn"] = lambda: cached_case(
-        rig, arena, link, pool_bytes=0.193 * total, num_rows=1, overlap=False
-    )
-    if label.endswith(" 0") or not quick:
-        cases["one layer's set of a token"] = lambda: cached_case(
-            rig, arena, link, pool_bytes=6 * rig.form.row_bytes, num_rows=1
+def prefill(bench: Bench) -> Results:
+    bench.rig.set_skew(0.0)
+    found = {
+        "prompt of 32768, W2": prompt(
+            bench.rig, bench.host, bench.link, length=32768, chunk=16384, resident=True
         )
-    if label.endswith(" 0"):
-        for chunk in (8192,) if quick else (8192, 16384):
-            cases[f"prompt of 32768, chunks of {chunk}"] = lambda c=chunk: prefill_case(
-                rig, arena, link, length=32768, chunk=c
-            )
-    for name, case in cases.items():
-        begin = perf_counter()
-        rig.device.error.zero_()
-        try:
-            results[f"{name}, {label}"] = case()
-        except Exception:
-            results[f"{name}, {label} FAILED"] = traceback.format_exc()
-        print(f"{name}, {label}", results.get(f"{name}, {label}", "FAILED"), flush=True)
-        print(f"-- {perf_counter() - begin:.1f} s", flush=True)
-        gc.collect()
-        torch.cuda.empty_cache()
+    }
+    print(found, flush=True)
+    return found
+
+
+def open_fp4(bench: Bench) -> tuple[Rig, HostSide]:
+    if bench.fp4 is None:
+        rig = Rig(bench.device, bench.fp4_layers, "fp4")
+        arena, found = rig.to_host()
+        print(f"FP4 rows of {bench.fp4_layers} layers", found, flush=True)
+        bench.fp4 = rig, HostSide(arena=arena)
+    return bench.fp4
+
+
+def fp4_prefill(bench: Bench) -> Results:
+    rig, host = open_fp4(bench)
+    rig.set_skew(0.0)
+    found = {
+        f"prompt of 32768, FP4, {bench.fp4_layers} layers": prompt(
+            rig, host, bench.link, length=32768, chunk=16384, resident=True
+        )
+    }
+    print(found, flush=True)
+    return found
+
+
+# Policies
+
+
+def policies(bench: Bench) -> Results:
+    """`fp4` with rows in host memory, and `gate` with a quarter of the rows below tau: what a step
+    costs on average, each against the resident step of its first pass."""
+    rig, host = open_fp4(bench)
+    rig.set_skew(bench.skews.get((1, 0.96), 2.5))
+    layers, num_experts = rig.layers, len(rig.bases) // bench.fp4_layers
+    experts = rig.pool(host, int(LARGE_POOL * len(rig.bases)))
+    again = CapturedStep(rig, experts, 1)
+    own = CapturedStep(rig, rig.resident, 1)
+    found: Results = {"fp4, pool 19.3 %, 1 row": timed(rig, bench.link, experts, again, own)}
+    different = compare(rig, again, own)
+    found["fp4, pool 19.3 %, 1 row"]["same bits"] = different.same
+    first = CapturedStep(rig, w2_of(bench, layers), 1)
+    slots = bench.slots(LARGE_POOL, bench.fp4_layers)
+    pool = bench.rig.pool(bench.host, slots, layers)
+    cached = CapturedStep(rig, pool, 1)
+    chances = []
+    for _ in range(WARM_STEPS):
+        cached(rig.tokens(1))
+        chances.append(float(torch.softmax(cached.logits, -1).max()))
+    tau = sorted(chances)[len(chances) // 4]
+    before, before_fp4, fired, total_ms, base_ms = (
+        pool.counts()[1],
+        experts.counts()[1],
+        0,
+        0.0,
+        0.0,
+    )
+    for _ in range(2 * STEPS):
+        tokens = rig.tokens(1)
+        total_ms += cached(tokens)
+        if float(torch.softmax(cached.logits, -1).max()) <= tau:
+            fired += 1
+            total_ms += again(tokens)
+        base_ms += first(tokens)
+    missed = (pool.counts()[1] - before) * pool.form.row_bytes
+    missed += (experts.counts()[1] - before_fp4) * rig.form.row_bytes
+    floor_ms = missed / bench.link * 1e3 / (2 * STEPS)
+    step_ms, base_ms = total_ms / (2 * STEPS), base_ms / (2 * STEPS)
+    found["gate, a quarter below tau, 1 row"] = {
+        "layers": len(layers),
+        "experts of a layer": num_experts,
+        "fired %": round(100 * fired / (2 * STEPS), 1),
+        "step ms": round(step_ms, 3),
+        "resident ms": round(base_ms, 3),
+        "missed bytes / link ms": round(floor_ms, 3),
+        "target ms": round(1.6 * base_ms + 1.25 * floor_ms, 3),
+        "within target": step_ms <= 1.6 * base_ms + 1.25 * floor_ms,
+    }
+    print(found, flush=True)
+    return found
+
+
+def w2_of(bench: Bench, layers: list[int]) -> ResidentProvider:
+    """The 2-bit rows of the first layers, resident."""
+    assert layers == bench.rig.layers[: len(layers)]
+    return bench.rig.resident
+
+
+# Disk
+
+
+def row_file(bench: Bench, num_rows: int) -> tuple[Path, float]:
+    """The first rows in a file, and the seconds that writing it took."""
+    path, begin, rig = bench.folder / "moet-bench-rows.w2", perf_counter(), bench.rig
+    with path.open("wb") as out:
+        for first in range(0, num_rows, 64):
+            part = rig.resident.rows[first : min(num_rows, first + 64)].cpu()
+            out.write(part.numpy().data)
+        out.flush()
+        os.fsync(out.fileno())
+    return path, perf_counter() - begin
+
+
+def start(bench: Bench) -> Results:
+    """Rows from a file into pinned memory against pinning alone, in the same run."""
+    num_rows = bench.disk_layers * (len(bench.rig.bases) // bench.layers)
+    row_bytes = bench.rig.form.row_bytes
+    path, written_s = row_file(bench, num_rows)
+    begin = perf_counter()
+    Arena(num_rows, row_bytes, pin=True).close()
+    pinned_s, begin = perf_counter() - begin, perf_counter()
+    file = RowFile(path, row_bytes, num_readers=START_READERS, direct=False)
+    arena = Arena(
+        num_rows,
+        row_bytes,
+        pin=True,
+        fill=lambda first, chunk: read_rows(file, range(first, first + len(chunk)), chunk),
+    )
+    seconds = perf_counter() - begin
+    file.close()
+    same = torch.equal(arena.place(num_rows // 2), bench.rig.resident.rows[num_rows // 2].cpu())
+    arena.close()
+    size = num_rows * row_bytes / GIB
+    found = {
+        "GiB": round(size, 2),
+        "file written GiB/s": round(size / written_s, 2),
+        "pin alone GiB/s": round(size / pinned_s, 2),
+        "start GiB/s": round(size / seconds, 2),
+        "of pinning": round(seconds / pinned_s, 2),
+        "same bytes": same,
+    }
+    print(found, flush=True)
+    return {"start from a file in the page cache": found}
+
+
+def disk(bench: Bench) -> Results:
+    """An arena that holds a part of the rows, warm, beside one that holds all."""
+    rig, num_layers = bench.rig, bench.disk_layers
+    num_experts = len(rig.bases) // bench.layers
+    num_rows, row_bytes = num_layers * num_experts, rig.form.row_bytes
+    path = bench.folder / "moet-bench-rows.w2"
+    if not path.exists():
+        path, _ = row_file(bench, num_rows)
+    small = Rig(bench.device, num_layers)
+    small.resident = DeviceExperts(
+        rig.form, rig.resident.rows[:num_rows], rig.bases[:num_rows], small.layers
+    )
+    small.set_skew(bench.skews.get((1, 0.96), 2.5))
+    num_places = max(int(ARENA_SHARE * num_rows), least_places(num_experts))
+    arena = Arena(num_places, row_bytes, pin=True)
+    requests = mapped_numbers(1 + 1024, 0, pin=True)
+    place_of = mapped_numbers(num_rows, -1, pin=True)
+    feeder = RowFeeder(
+        arena,
+        RowFile(path, row_bytes),
+        place_of,
+        requests,
+        file_rows=range(num_rows),
+        in_flight=num_experts,
+    )
+    host = HostSide(arena=arena, place_of=place_of, requests=requests, feeder=feeder)
+    slots = int(LARGE_POOL * num_rows)
+    resident = CapturedStep(small, small.resident, 1)
+    feeder.start()
+    found: Results = {}
+    try:
+        for name, side in (("pinned", bench.host), ("disk", host)):
+            experts = small.pool(side, slots)
+            step = CapturedStep(small, experts, 1)
+            found[name] = timed(small, bench.link, experts, step, resident, warm=400)
+            if name == "disk":
+                reads = feeder.counts.num_reads
+                found["reads while warming up"] = reads
+                found[name] = timed(small, bench.link, experts, step, resident, warm=0)
+                found["reads a step"] = (feeder.counts.num_reads - reads) / STEPS
+                found["same bits"] = compare(small, step, resident).same
+        found["of the pinned rate"] = round(
+            found["pinned"]["step ms"] / found["disk"]["step ms"], 3
+        )
+        found["error word"] = int(bench.device.error)
+    finally:
+        torch.cuda.synchronize()
+        host.close()
+        path.unlink()
+    found |= {"layers": num_layers, "places": num_places, "share %": 100 * num_places / num_rows}
+    print(found, flush=True)
+    return {"arena of 27 % of the rows over a disk, warm": found}
+
+
+PARTS: dict[str, Callable[[Bench], Results]] = {
+    "open": open_bench,
+    "decode": decode,
+    "launches": launches,
+    "uniform": uniform,
+    "prefill": prefill,
+    "start": start,
+    "disk": disk,
+    "fp4": fp4_prefill,
+    "policies": policies,
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=None)
-    parser.add_argument("--skew", type=float, nargs="+", default=[0.0, 2.0, 4.0])
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument("--fp4-layers", type=int, default=10)
+    parser.add_argument("--disk-layers", type=int, default=6)
+    parser.add_argument("--folder", type=Path, default=Path("/tmp"), help="for a file of rows")
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--seconds", type=float, default=250.0, help="after which no part begins")
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     device = open_device()
     if device is None:
         raise SystemExit("no GPU that kernels are built for")
-    results: dict[str, Any] = {
+    results: Results = {
         "hardware": torch.cuda.get_device_name(),
         "commit": args.commit,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "seed": SEED,
-        "layers": args.layers or 43,
+        "layers": args.layers,
     }
-    arena: Arena | None = None  # rows are the same at any skew
+    bench = Bench(device, args.layers, args.fp4_layers, args.disk_layers, args.folder)
     out = args.out or Path(os.environ.get("OUT", ".")) / "experts.json"
-    for skew in args.skew:
+    started = perf_counter()
+    for part in dict.fromkeys(["open", *args.parts.split(",")]):
         begin = perf_counter()
+        if begin - started > args.seconds:
+            results[f"{part} LEFT OUT"] = f"{args.seconds:g} s are over"
+            continue
         try:
-            rig = Rig(device, args.layers, skew)
-            print(f"built in {perf_counter() - begin:.1f} s", flush=True)
-            if arena is None:
-                arena, results["host memory"] = rig.to_host()
-                print(results["host memory"], flush=True)
-            run_cases(rig, arena, results, quick=args.quick, label=f"skew {skew:g}")
+            results[part] = PARTS[part](bench)
         except Exception:
-            results[f"skew {skew:g} FAILED"] = traceback.format_exc()
+            results[f"{part} FAILED"] = traceback.format_exc()
             print(traceback.format_exc(), flush=True)
-        rig = None  # type: ignore[assignment]
+        print(f"-- {part}: {perf_counter() - begin:.1f} s", flush=True)
         gc.collect()
-        torch.cuda.empty_cache()
+        with suppress(RuntimeError):  # a device that is lost has said so above
+            torch.cuda.empty_cache()
         out.write_text(json.dumps(results, indent=1))
-    if arena is not None:
-        arena.close()
 
 
 if __name__ == "__main__":

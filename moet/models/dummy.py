@@ -76,7 +76,7 @@ class DummySource:
         rng = self._generator(name)
         num_experts = self.experts.num_experts
         if spec.dtype == "I64":
-            return _hash_table(spec.shape, num_experts, self._options.skew, rng, self._device)
+            return hash_table(spec.shape, num_experts, self._options.skew, rng, self._device)
         if spec.shape == (num_experts,) and name.endswith(("gate.bias", "correction_bias")):
             return _bias(num_experts, self._options.skew, rng, self._device)
         table = self._table(spec)
@@ -112,7 +112,7 @@ def _bias(num_experts: int, skew: float, rng: torch.Generator, device: torch.dev
     return -BIAS_PER_OCTAVE * skew * _popularity(num_experts, rng, device)
 
 
-def _hash_table(
+def hash_table(
     shape: tuple[int, ...],
     num_experts: int,
     skew: float,

@@ -178,11 +178,14 @@ class RowFeeder:
             self._free.append(index)
 
     def _retry(self) -> None:
-        """Rows that failed a while ago count as on disk again."""
+        """Rows that failed a while ago count as on disk again. A fetch that was told of one before
+        may look for it only now, so it is read if it was asked for of late."""
         now = time.monotonic()
         for row in [row for row, failure in self._failures.items() if failure.until <= now]:
             del self._failures[row]
             self._place_of[row] = ON_DISK
+            if row in self._recent:
+                self._waiting.append(row)
 
     def _take(self) -> int | None:
         """A place that no fetch reads; None if there is none yet.

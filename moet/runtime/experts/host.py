@@ -12,6 +12,7 @@ import mmap
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic, perf_counter
 
@@ -99,8 +100,12 @@ class Arena:
 
 
 def page_aligned(num_bytes: int) -> Tensor:
-    """[num_bytes] uint8 of zeros at a page border, which take memory when they are written."""
-    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+    """[num_bytes] uint8 of zeros at a page border, which take memory when they are written: in
+    large pages where the system has them, as pinning takes time by the page."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def mapped_numbers(count: int, fill: int, *, pin: bool) -> Tensor:
