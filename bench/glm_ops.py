@@ -1,0 +1,188 @@
+"""GLM's attention kernels at released widths on a GPU, each in the variants that could be bound.
+
+    python -m bench.glm_ops [--out FILE]
+
+A variant's calls for many layers, each with state and weights of its own, are captured together and
+played as one, so that neither caches nor the host count. Knows the kernels' module constants.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.step_h200 import Bench
+from moet.kernels import triton_indexer, triton_mla, triton_mla_attention
+from moet.kernels.cache import Cache, PlanedFormat
+from moet.kernels.mla_cache import Fp8IndexKeys, Fp8LatentRows, Nvfp4LatentRows
+from moet.kernels.rows import Rows
+from moet.runtime.queues import CudaGraphs, CudaQueue
+
+RESULTS = Path(__file__).parent / "results" / "glm_ops.json"
+PAGE, LATENT, ROPE, HEADS, TOP_K, INDEX_HEADS, INDEX_DIM = 64, 512, 64, 64, 2048, 32, 128
+LAYERS = 12
+FORMS: dict[str, PlanedFormat] = {
+    "fp8": Fp8LatentRows(LATENT, ROPE, PAGE),
+    "nvfp4": Nvfp4LatentRows(LATENT, ROPE, PAGE),
+}
+
+
+@contextmanager
+def constants(module: Any, values: dict[str, Any]) -> Iterator[None]:
+    """A module's constants changed for a while."""
+    kept = {name: getattr(module, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(module, name, value)
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(module, name, value)
+
+
+def time_us(queue: CudaQueue, work: Callable[[], object]) -> float:
+    """Median of some plays of captured work."""
+
+    def once() -> None:
+        work()
+
+    torch.cuda.synchronize()  # its tensors were made on another stream
+    with queue.working(), torch.inference_mode():
+        play = CudaGraphs(queue)(once)
+        times = []
+        for _ in range(7):
+            started = queue.moment()
+            play()
+            ended = queue.moment()
+            ended.wait()
+            times.append(1e6 * started.seconds_to(ended))
+    return median(times)
+
+
+def random_cache(form: PlanedFormat, num_pages: int) -> Cache:
+    """Of bytes below 64, which are finite in every format."""
+    shape = num_pages, form.page_bytes
+    return Cache(torch.randint(64, shape, dtype=torch.uint8, device="cuda"), form)
+
+
+def rows_of(num_rows: int, context: int) -> Rows:
+    """One row each of num_rows sequences that share a page table of their own pages."""
+    pages = -(-context // PAGE)
+    row = torch.arange(num_rows, device="cuda")
+    position = torch.full_like(row, context - 1)
+    table = torch.randperm(num_rows * pages, device="cuda").view(num_rows, pages)
+    return Rows(position, position, position + 1, row, row, table, PAGE, True)
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def attention_rows(bench: Bench, queue: CudaQueue) -> None:
+    for kv_dtype, num_rows in [("fp8", 1), ("nvfp4", 1), ("nvfp4", 3), ("nvfp4", 8), ("fp8", 8)]:
+        rows = rows_of(num_rows, 8192)
+        num_pages = rows.page_table.numel()
+        caches = [random_cache(FORMS[kv_dtype], num_pages) for _ in range(LAYERS)]
+        query = bf16(num_rows, HEADS, LATENT + ROPE) * 0.05
+        every = torch.rand(num_rows, 8192, device="cuda").topk(TOP_K).indices
+        selected = every.sort().values.int()
+
+        def work(
+            query: Tensor = query,
+            caches: list[Cache] = caches,
+            selected: Tensor = selected,
+            rows: Rows = rows,
+        ) -> bool:
+            for cache in caches:
+                triton_mla_attention.latent_attention(
+                    query, cache, selected, rows, scale=1 / 16, latent_dim=LATENT
+                )
+            return True
+
+        for heads in (64, 32, 16):
+            case = f"latent_attention, {kv_dtype}, {num_rows} rows, {heads} heads a program"
+            with bench.part(case):
+                values = {"HEADS_EACH": {"sm90a": heads, "sm120a": heads}}
+                with constants(triton_mla_attention, values):
+                    bench.add(case, time_us(queue, work) / LAYERS, "us")
+
+
+def product_rows(bench: Bench, queue: CudaQueue) -> None:
+    for n, k in ((LATENT, 192), (256, LATENT)):
+        weights = [bf16(HEADS, n, k) for _ in range(LAYERS)]
+        for num_rows in (1, 8, 2048):
+            x = bf16(num_rows, HEADS, k)
+
+            def work(x: Tensor = x, weights: list[Tensor] = weights) -> bool:
+                for weight in weights:
+                    triton_mla.grouped_linear(x, weight)
+                return True
+
+            for outputs, inputs in ((64, 64), (128, 64), (64, 128)):
+                case = f"grouped_linear {n}x{k}, {num_rows} rows, tiles of {outputs}x{inputs}"
+                if k % inputs:
+                    continue
+                with bench.part(case):
+                    values = {"OUTPUTS": outputs, "INPUTS": inputs}
+                    with constants(triton_mla, values):
+                        floor = weights[0].numel() * 2 / 4.54e12 * 1e6
+                        bench.add(case, time_us(queue, work) / LAYERS, "us", floor=round(floor, 2))
+
+
+def index_rows(bench: Bench, queue: CudaQueue) -> None:
+    form = Fp8IndexKeys(INDEX_DIM, PAGE)
+    for num_rows, context in ((1, 262_144), (1, 32_768), (3, 262_144), (1, 1_048_576)):
+        rows = rows_of(1, context)
+        if num_rows > 1:
+            one = torch.zeros(num_rows, dtype=torch.int64, device="cuda")
+            position = rows.positions - torch.arange(num_rows - 1, -1, -1, device="cuda")
+            rows = Rows(position, position, position + 1, one, one, rows.page_table, PAGE, True)
+        caches = [random_cache(form, rows.page_table.numel()) for _ in range(4)]
+        for cache in caches:
+            scales = cache.pages[:, PAGE * INDEX_DIM :].view(torch.float32)
+            scales.copy_(torch.rand_like(scales) * 0.01)
+        query = torch.randn(num_rows, INDEX_HEADS, INDEX_DIM, device="cuda")
+        gate = torch.randn(num_rows, INDEX_HEADS, device="cuda")
+        case = f"index_select, {num_rows} rows, context {context}"
+
+        def select(
+            cache: Cache, query: Tensor = query, gate: Tensor = gate, rows: Rows = rows
+        ) -> Tensor:
+            return triton_indexer.index_select(
+                query, gate, cache, rows, ratio=1, top_k=TOP_K, gate_scale=0.01
+            )
+
+        with bench.part(case):
+            work = partial(lambda caches, select: [select(c) for c in caches], caches, select)
+            floor = round(context * 132 / 4.54e12 * 1e6, 2)
+            bench.add(case, time_us(queue, work) / len(caches), "us", floor=floor)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--commit", default="", help="what to call the sources that are measured")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("there is no GPU")
+    torch.manual_seed(0)
+    queue = CudaQueue()
+    bench = Bench(args.out, "python -m bench.glm_ops", args.commit, {})
+    attention_rows(bench, queue)
+    product_rows(bench, queue)
+    index_rows(bench, queue)
+    bench.write()
+    print(f"faults: {bench.faults}" if bench.faults else "no faults", flush=True)
+
+
+if __name__ == "__main__":
+    main()
