@@ -1,13 +1,13 @@
 """One command for figures of several GPUs: messages between them, and both models' steps on ranks.
 
-    python -m bench.multi_gpu [--ranks 2] [--parts links,one,tensor,stages,glm,glm-bf16]
+    python -m bench.multi_gpu [--ranks 2] [--parts links,small,one,tensor,stages,glm,...]
                               [--layers N] [--glm-layers N] [--steps N] [--out FILE] [--commit X]
 
 Starts one process a GPU; they join as the engine's ranks do, and connect through peer memory, host
 memory and NCCL. Parts: what sums and gathers of a decode step take each way, compared with the sum
-by tree; V4-Flash with dummy weights on one rank, on tensor ranks, in stages; GLM-5.2 on tensor
-ranks. Each part stands alone: one that fails on every rank is told of and the others go on. The
-file is written after every part.
+by tree; V4-Flash with dummy weights on one rank, on tensor ranks ("small": its first layers), in
+stages; GLM-5.2 on tensor ranks, with a dense stack of fp8 and of bf16. Each part stands alone: one
+that fails on every rank is told of and the others go on. The file is written after every part.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from moet.bench.device_rig import DeviceRig
 from moet.bench.results import Row, report, write
 from moet.bench.rig import Shape
 from moet.config import KVDtype, ModelSettings, ParallelConfig
+from moet.errors import MoetError
 from moet.kernels.device_gemm import Device
 from moet.kernels.gemm import tree_sum
 from moet.models.base import ForwardInput
@@ -54,13 +55,15 @@ from moet.runtime.plan_types import PlanSettings
 from moet.runtime.queues import CudaGraphs, CudaQueue
 
 RESULTS = Path(__file__).parent / "results" / "multi_gpu.json"
-PARTS = ("links", "one", "tensor", "stages", "glm", "glm-bf16")
+PARTS = ("links", "small", "one", "tensor", "stages", "glm", "glm-bf16")
+SMALL_LAYERS = 6
 SKEW, SEED = 0.5, 0
 CALLS_PER_GRAPH, ROUNDS = 50, 12
 SUM_ROWS = (1, 3, 8, 32, 96, 2048)  # of 4,096 bf16 values
 DIM, VOCABULARY = 4096, 129280
 NUM_DRAFTS = 2
 CONTEXT = 1024
+FAULT_WAIT_S = 20.0
 BEAT_S = 60.0  # of a rank that compiles under the interpreter lock, no sign of life may come
 
 
@@ -129,6 +132,7 @@ class Bench:
     command: str
     commit: str
     more: dict[str, object]
+    group: Group
     rows: list[Row] = field(default_factory=list)
     faults: dict[str, str] = field(default_factory=dict)
 
@@ -158,6 +162,7 @@ class Bench:
         except Exception as error:
             self.faults[name] = f"{type(error).__name__}: {error}"
             print(f"rank {self.rank} FAILED {name}\n{traceback.format_exc(limit=-6)}", flush=True)
+            self._meet_after(name)
         gc.collect()
         torch.cuda.empty_cache()
         if self.rank == 0:
@@ -167,6 +172,13 @@ class Bench:
             content["commit"] = self.commit or content["commit"]
             content["faults"] = self.faults
             write(self.out, content)
+
+    def _meet_after(self, name: str) -> None:
+        """End the group unless all ranks have failed."""
+        try:
+            self.group.gathered(self.group.world, torch.zeros(1), f"fault in {name}", FAULT_WAIT_S)
+        except MoetError as error:
+            print(f"rank {self.rank}: {error}", flush=True)
 
 
 def same_everywhere(group: Group, values: Tensor) -> bool:
@@ -243,8 +255,8 @@ def rig_of(made: DummyModel, device: Device, suite: Suite, watch: Callable[[], N
         placement,
         num_seqs=max(case.streams for case in suite.cases),
         num_rows=1 + suite.drafts,
-        longest=max(suite.prompt, *(case.context for case in suite.cases)),
-        others=CONTEXT,
+        longest=max(suite.prompt, *(case.context for case in suite.cases)) + suite.drafts,
+        others=CONTEXT + suite.drafts,
         num_drafts=suite.drafts,
     )
     rig.fill()
@@ -352,8 +364,8 @@ def be_rank(args: argparse.Namespace) -> int:
     more: dict[str, object] = {"layers": args.layers, "skew": SKEW, "seed": SEED}
     words = [w for w in sys.argv[1:] if not w.startswith(("--rank=", "--port="))]
     command = " ".join(["python -m bench.multi_gpu", *words])
-    bench = Bench(args.rank, args.out, command, args.commit, more)
     group = join(args, "tensor", ParallelConfig(tensor=args.ranks, hang_timeout_s=BEAT_S))
+    bench = Bench(args.rank, args.out, command, args.commit, more, group)
     parts = args.parts.split(",")
     if "links" in parts:
         bench.part("links", lambda: links(bench, group, device))
@@ -361,10 +373,11 @@ def be_rank(args: argparse.Namespace) -> int:
         if args.rank == 0:
             suite = v4(args.layers, two=False)
             bench.part("one rank", lambda: steps(bench, device, None, suite, args.steps))
-        group.meet("one rank's part")
-    if {"tensor", "glm", "glm-bf16"} & set(parts):
+        bench.part("waiting for one rank", lambda: group.meet("one rank's part"))
+    if {"small", "tensor", "glm", "glm-bf16"} & set(parts):
         connect(group, device).wait_at_most(LOADING_WAIT_S)
     suites = {
+        "small": v4(SMALL_LAYERS, two=True),
         "tensor": v4(args.layers, two=True),
         "glm": glm(args.glm_layers, fp8=True),
         "glm-bf16": glm(args.glm_layers, fp8=False),
@@ -374,11 +387,11 @@ def be_rank(args: argparse.Namespace) -> int:
             bench.part(name, partial(steps, bench, device, group, suite, args.steps))
     if "stages" in parts:
         config = ParallelConfig(pipeline=args.ranks, hang_timeout_s=BEAT_S)
-        stages = join(args, "stages", config)
+        stages = bench.group = join(args, "stages", config)
         connect(stages, device)
         suite = v4(args.layers, two=False)
         bench.part("stages", lambda: steps(bench, device, stages, suite, args.steps))
-    group.meet("the end")
+    bench.part("the end", lambda: group.meet("the end"))
     return 1 if bench.faults else 0
 
 
