@@ -12,6 +12,7 @@ from torch import Tensor
 from moet.kernels.gemm import matmul, matmul_slices, tree_sum
 from moet.kernels.quant import FP8_BLOCK, fp8_qdq
 from moet.kernels.registry import GPU_ARCHS, op
+from moet.kernels.scalars import scalar
 
 EXPERTS_AT_ONCE = 8  # unpacked together; bounds the memory of a prefill
 
@@ -85,7 +86,7 @@ class F32Experts:
 @op(tolerance=2**-16)
 def sqrt_softplus(logits: Tensor) -> Tensor:
     """Router scores sqrt(log(1 + e^x)). logits: [n, num_experts] fp32. Returns the same shape."""
-    return (torch.log1p(torch.exp(-logits.abs())) + logits.clamp(min=0)).sqrt()
+    return (torch.log1p(torch.exp(-logits.abs())) + torch.relu(logits)).sqrt()
 
 
 @op(tolerance=2**-16)
@@ -132,7 +133,7 @@ def swiglu(gate: Tensor, up: Tensor, *, limit: float | None) -> Tensor:
     a, b = gate.float(), up.float()
     if limit is not None:
         a, b = a.clamp(max=limit), b.clamp(-limit, limit)
-    return a / (1 + torch.exp(-a)) * b
+    return a / (scalar(1.0) + torch.exp(-a)) * b
 
 
 def _on_gpu(*, arch: str) -> bool:

@@ -115,7 +115,7 @@ def _largest(blocks: Tensor) -> Tensor:
 def _fp8_blocks(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """[..., K] fp32 -> e4m3 [..., K / block, block] and fp32 scales [..., K / block, 1]."""
     blocks = torch.unflatten(x, -1, (-1, block))
-    amax = torch.maximum(_largest(blocks), scalar(FP8_AMAX_FLOOR))
+    amax = _largest(blocks).clamp_(min=FP8_AMAX_FLOOR)
     scale = round_up_to_power_of_two(amax / scalar(E4M3_MAX))
     return (blocks / scale).to(torch.float8_e4m3fn), scale  # at most 448 but for rounding
 
@@ -155,7 +155,7 @@ def fp8_qdq(x: Tensor, *, block: int) -> Tensor:
 def _mxfp4_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
     """[..., K] fp32 -> e2m1 codes [..., K / 32, 32] uint8 and fp32 scales [..., K / 32, 1]."""
     blocks = torch.unflatten(x, -1, (-1, MXFP4_BLOCK))
-    amax = torch.maximum(_largest(blocks), scalar(FP4_AMAX_FLOOR))
+    amax = _largest(blocks).clamp_(min=FP4_AMAX_FLOOR)
     scale = round_up_to_power_of_two(amax / scalar(E2M1_MAX))
     return encode_e2m1(blocks / scale), scale
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -218,6 +219,16 @@ class ResidentExperts:
         return cls(tables)
 
 
+@dataclass(frozen=True, slots=True)
+class UnpackedTable(ExpertTable):
+    """kept: the matrices of each resident expert, views of its row."""
+
+    kept: dict[int, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
+
+    def matrices(self, expert_id: int) -> tuple[Tensor, Tensor, Tensor]:
+        return self.kept[expert_id]
+
+
 class UnpackedExperts:
     """Another provider's experts, each unpacked to fp32 when it is first asked for and kept.
 
@@ -227,7 +238,7 @@ class UnpackedExperts:
 
     def __init__(self, provider: ExpertProvider) -> None:
         self.provider = provider
-        self._tables: dict[tuple[int, str], tuple[F32Experts, ExpertTable]] = {}
+        self._tables: dict[tuple[int, str], tuple[F32Experts, UnpackedTable]] = {}
 
     def resolve(self, layer_idx: int, expert_ids: Tensor) -> ExpertTable:
         packed = self.provider.resolve(layer_idx, expert_ids)
@@ -239,14 +250,15 @@ class UnpackedExperts:
             self._tables[key] = _unpacked_table(packed, wanted[0])
         form, table = self._tables[key]
         for expert_id in wanted:
-            if table.slot_of[expert_id] < 0:
+            if expert_id not in table.kept:
                 row = packed.rows[packed.slot_of[expert_id]]
                 table.rows[expert_id] = form.pack(*packed.format.unpack(row))
                 table.slot_of[expert_id] = expert_id
+                table.kept[expert_id] = form.unpack(table.rows[expert_id])
         return table
 
 
-def _unpacked_table(packed: ExpertTable, resident_id: int) -> tuple[F32Experts, ExpertTable]:
+def _unpacked_table(packed: ExpertTable, resident_id: int) -> tuple[F32Experts, UnpackedTable]:
     """An fp32 table for the experts of a packed one, still empty; rows take memory when written."""
     w1, _, _ = packed.format.unpack(packed.rows[packed.slot_of[resident_id]])
     form = F32Experts(w1.shape[1], w1.shape[0])
@@ -254,7 +266,7 @@ def _unpacked_table(packed: ExpertTable, resident_id: int) -> tuple[F32Experts, 
     with torch.inference_mode(False):  # to stay writable outside of a forward pass
         rows = torch.empty(num_experts, form.row_bytes, dtype=torch.uint8)
         slot_of = torch.full((num_experts,), -1)
-    return form, ExpertTable(form, rows, slot_of)
+    return form, UnpackedTable(form, rows, slot_of)
 
 
 def _expert_matrix(weights: Weights, name: str, num_out: int, num_in: int) -> Tensor:
