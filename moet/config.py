@@ -303,6 +303,13 @@ def environment_with(variables: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, **variables}
 
 
+def leave_nccl_to_the_monitor() -> None:
+    """Tell torch, which hears it by variables alone, that a rank that is gone must not end this
+    process: whoever started the group is told why instead."""
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+
+
 def api_keys_from_environment() -> tuple[str, ...]:
     """Keys in $MOET_API_KEY, separated by commas."""
     return tuple(key for key in os.environ.get("MOET_API_KEY", "").split(",") if key)

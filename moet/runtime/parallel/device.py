@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, Store, Work
 
+from moet.config import leave_nccl_to_the_monitor
 from moet.errors import ConfigError, KernelError
 from moet.kernels.comm import (
     CTAS,
@@ -138,6 +139,7 @@ def connect(group: Group, device: Device, ways: Sequence[Way] = ("peer", "host")
     Each kind of connection is tried with known values first. Raises GroupError if NCCL brings wrong
     ones or none.
     """
+    leave_nccl_to_the_monitor()
     made = group.connections(_nccl)
     stage, column, before, behind = made
     comm = DeviceComm(stage, column, before, behind, None)
