@@ -318,7 +318,7 @@ def engine_rows(bench: Bench, made: DummyModel, device: Device, *, beside: bool)
 
 
 # Rows of a step up to which its experts are two launches, and up to which they are four.
-FORMS = {"separate": (0, 0), "fused": (8, 0), "paired": (0, 8)}
+FORMS = {"separate": 0, "paired": 8}
 
 
 def arguments() -> argparse.Namespace:
@@ -347,8 +347,7 @@ def main() -> None:
     if device is None:
         sys.exit("there is no GPU that kernels were built for")
     if args.experts:
-        fused_rows, paired_rows = FORMS[args.experts]
-        device = replace(device, fused_rows=fused_rows, paired_rows=paired_rows)
+        device = replace(device, paired_rows=FORMS[args.experts])
     began_s = perf_counter()
     recorder = OpRecorder()
     settings = ModelSettings(arch=device.arch, rounding="deployed", precision="w2")

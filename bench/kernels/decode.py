@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench.kernels.rig import DEVICE, Bench, dense_pair, random_pool
-from moet.errors import UnsupportedError
+from bench.kernels.rig import DEVICE, Bench, dense_pair, random_pool, read_us
 from moet.kernels import decode_experts, paired_experts
 from moet.kernels.layout import ExpertRows, Mxfp4Rows, W2Rows
 from moet.kernels.nvfp4_rows import Nvfp4Rows
@@ -139,82 +139,7 @@ def moe_layer(bench: Bench) -> None:
         bench.add(case, us, "us", "lower", floor_us, 1.35 * floor_us + 6, note)
 
 
-def fused_layer(bench: Bench, format: ExpertRows, top_k: int, tokens: tuple[int, ...]) -> None:
-    """The same layer in two launches, with each depth of the ring; and each launch alone."""
-    d, i, experts = format.hidden_size, format.moe_intermediate_size, 256
-    kernels, error = bench.kernels, bench.error
-    make = nvfp4_pool if isinstance(format, Nvfp4Rows) else random_pool
-    pools = [make(format, experts) for _ in range(2)]
-    slot_of, bias = torch.arange(experts, device=DEVICE), torch.zeros(experts, device=DEVICE)
-    shared = [
-        SharedExpert.fp8(dense_pair(i, d), dense_pair(i, d), dense_pair(d, i)).to(DEVICE)
-        for _ in range(8)
-    ]
-    routers = [
-        decode_experts.Router(
-            StreamLinear.bf16(torch.randn(experts, d).bfloat16()).to(DEVICE), top_k, 1.5, bias
-        )
-        for _ in range(8)
-    ]
-    space = Workspace.allocate(DEVICE, 1 << 20, 8192)
-    for t in tokens:
-        xs = [torch.randn(t, d, device=DEVICE).bfloat16() for _ in range(8)]
-
-        def choice(n: int, xs: list[Tensor] = xs) -> decode_experts.Choice:
-            return decode_experts.choose(
-                kernels, xs[n], routers[n], slot_of, error=error, workspace=space
-            )
-
-        made = [choice(n) for n in range(8)]
-
-        def mixed(
-            n: int,
-            how: decode_experts.Choice,
-            stages: int | None,
-            with_shared: bool,
-            xs: list[Tensor] = xs,
-        ) -> Tensor:
-            return decode_experts.mix(
-                kernels,
-                xs[n],
-                how,
-                pools[n % 2],
-                limit=10.0,
-                error=error,
-                shared=shared[n] if with_shared else None,
-                stages=stages,
-            )
-
-        def layer(n: int, stages: int | None = None, with_shared: bool = True) -> Tensor:
-            return mixed(n, choice(n), stages, with_shared)
-
-        def listed(n: int, with_shared: bool, made: list[decode_experts.Choice] = made) -> Tensor:
-            how = decode_experts.given(
-                kernels, made[n].expert_ids, made[n].weights, slot_of, d, error=error
-            )
-            return mixed(n, how, None, with_shared)
-
-        chosen = sum(int(c.num_chosen) for c in made) / 8
-        routed_bytes = chosen * format.row_bytes
-        all_bytes = routed_bytes + 3 * d * i + 2 * experts * d
-        floor_us = all_bytes / bench.read_bytes_per_us
-        name = f"fused {format.name} {d}, top {top_k}, T={t}"
-        for stages in (None, 4, 3, 2):
-            try:
-                us = bench.time_us([partial(layer, n, stages) for n in range(8)])
-            except UnsupportedError:
-                continue
-            case = f"{name}, ring {stages or 'default'}"
-            bench.add(case, us, "us", "lower", floor_us, 1.35 * floor_us + 6, f"{chosen} experts")
-        us = bench.time_us([partial(choice, n) for n in range(8)])
-        bench.add(f"{name}, choose alone", us, "us", "lower", None, 0.0)
-        us = bench.time_us([partial(listed, n, True) for n in range(8)])
-        bench.streamed(f"{name}, given + mix", "", us, routed_bytes + 3 * d * i, 0.0)
-        us = bench.time_us([partial(listed, n, False) for n in range(8)])
-        bench.streamed(f"{name}, given + mix without shared", "", us, routed_bytes, 0.0)
-
-
-def fused_is_right(bench: Bench, format: ExpertRows, t: int) -> None:
+def pairs_are_right(bench: Bench, format: ExpertRows, t: int) -> None:
     """Bits of the separate kernels, of three runs, and of rows alone. Raises AssertionError."""
     kernels, error, experts, top_k = bench.kernels, bench.error, 32, 6
     d, i = format.hidden_size, format.moe_intermediate_size
@@ -225,46 +150,40 @@ def fused_is_right(bench: Bench, format: ExpertRows, t: int) -> None:
     )
     space = Workspace.allocate(DEVICE, 1 << 20, 8192)
     x = torch.randn(t, d, device=DEVICE).bfloat16()
+    options: dict[str, Any] = {"limit": 10.0, "error": error}
 
-    def run(rows: slice) -> Tensor:
+    def run(rows: slice, pool: ExpertPool = pool) -> tuple[Tensor, decode_experts.Choice]:
         part = x[rows].contiguous()
-        how = decode_experts.choose(kernels, part, router, slot_of, error=error, workspace=space)
-        return decode_experts.mix(
-            kernels, part, how, pool, limit=10.0, error=error, shared=shared, output="f32"
+        coded = quantise(kernels, part)
+        begun = paired_experts.begin(
+            kernels, part, *coded, router, slot_of, shared, workspace=space, **options
         )
+        found = paired_experts.mix_in_pairs(
+            kernels, *coded, begun, pool, shared, dtype=torch.float32, **options
+        )
+        return found, begun.choice
 
-    first = run(slice(0, t))
+    first, how = run(slice(0, t))
     assert first.isfinite().all(), "not finite"
     assert first.abs().sum() > 0, "nothing but zeros"
-    assert all(torch.equal(run(slice(0, t)), first) for _ in range(2)), "three runs differ"
+    assert all(torch.equal(run(slice(0, t))[0], first) for _ in range(2)), "three runs differ"
     for row in range(t):
-        alone = run(slice(row, row + 1))
+        alone, _ = run(slice(row, row + 1))
         assert torch.equal(alone[0], first[row]), f"row {row} depends on its batch"
     logits = router.weight(kernels, x, None, error=error, workspace=space, output="f32")
     ids, weights = route(kernels, logits, top_k=top_k, scaling_factor=1.5)
-    how = decode_experts.choose(kernels, x, router, slot_of, error=error, workspace=space)
     assert torch.equal(how.expert_ids, ids), "other experts than the separate router"
     assert torch.equal(how.weights, weights), "other weights than the separate router"
-    own = quantise(kernels, x)
-    extra = shared(kernels, *own, limit=10.0, error=error, workspace=space)
-    expected = pool.mixture(
-        kernels, x, ids, weights, slot_of, limit=10.0, error=error, shared=extra
-    )
+    extra = shared(kernels, *quantise(kernels, x), workspace=space, **options)
+    expected = pool.mixture(kernels, x, ids, weights, slot_of, shared=extra, **options)
     assert torch.equal(first, expected), (
         f"off by {(first - expected).abs().max()} of {expected.abs().max()}"
     )
-    coded = decode_experts.mix(
-        kernels,
-        own[0],
-        how,
-        pool,
-        limit=10.0,
-        error=error,
-        x_scale=own[1],
-        shared=shared,
-        output="f32",
-    )
-    assert torch.equal(first, coded), "codes give other bits than bf16"
+    plan_of = plan(kernels, ids, slot_of, error=error)
+    count = int(plan_of.num_entries)
+    assert int(how.work.num_entries) == count, "another number of entries"
+    assert torch.equal(how.work.entries[:count], plan_of.entries[:count]), "other entries"
+    assert torch.equal(how.work.pairs, plan_of.pairs), "other places"
     assert int(error) == 0, f"error word {int(error)}"
     print(f"right: {format.name} {d}x{i} T={t}", flush=True)
 
@@ -338,11 +257,31 @@ def paired_layer(bench: Bench, format: ExpertRows, top_k: int, tokens: tuple[int
                 kernels, xs[n], routers[n], slot_of, error=error, workspace=space
             )
 
-        def layer(n: int, ctas: int | None, coded: list[tuple[Tensor, Tensor]] = coded) -> Tensor:
+        def begin(
+            n: int, xs: list[Tensor] = xs, coded: list[tuple[Tensor, Tensor]] = coded
+        ) -> paired_experts.Begun:
+            return paired_experts.begin(
+                kernels,
+                xs[n],
+                *coded[n],
+                routers[n],
+                slot_of,
+                shared[n],
+                limit=10.0,
+                error=error,
+                workspace=space,
+            )
+
+        def rest(
+            n: int,
+            begun: paired_experts.Begun,
+            ctas: int | None = None,
+            coded: list[tuple[Tensor, Tensor]] = coded,
+        ) -> Tensor:
             return paired_experts.mix_in_pairs(
                 kernels,
                 *coded[n],
-                choice(n),
+                begun,
                 pools[n % 2],
                 shared[n],
                 limit=10.0,
@@ -350,26 +289,24 @@ def paired_layer(bench: Bench, format: ExpertRows, top_k: int, tokens: tuple[int
                 shared_ctas=ctas,
             )
 
-        fused = decode_experts.mix(
-            kernels,
-            coded[0][0],
-            choice(0),
-            pools[0],
-            limit=10.0,
-            error=error,
-            x_scale=coded[0][1],
-            shared=shared[0],
-        )
-        assert torch.equal(fused, layer(0, None)), "pairs have other bits than one launch"
-        chosen = sum(int(choice(n).num_chosen) for n in range(8)) / 8
+        def layer(n: int, ctas: int | None) -> Tensor:
+            return rest(n, begin(n), ctas)
+
+        made = [begin(n) for n in range(8)]
+        chosen = sum(int(begun.choice.num_chosen) for begun in made) / 8
         all_bytes = chosen * format.row_bytes + 3 * d * i + 2 * experts * d
         floor_us = all_bytes / bench.read_bytes_per_us
+        name = f"moe layer in pairs, {format.name} {d}, top {top_k}, T={t}"
         for ctas in (None, 32, 16):
             us = bench.time_us([partial(layer, n, ctas) for n in range(8)])
-            case = f"pairs {format.name} {d}, top {top_k}, T={t}, {ctas or 'one an item'}"
+            case = name + (f", {ctas} CTAs for the shared expert" if ctas else "")
             bench.add(case, us, "us", "lower", floor_us, 1.35 * floor_us + 6, f"{chosen} experts")
+        us = bench.time_us([partial(begin, n) for n in range(8)])
+        bench.add(f"{name}, begin alone", us, "us", "lower", None, 0.0)
+        us = bench.time_us([partial(rest, n, made[n]) for n in range(8)])
+        bench.add(f"{name}, all but begin", us, "us", "lower", None, 0.0)
         us = bench.time_us([partial(choice, n) for n in range(8)])
-        bench.add(f"choose alone, T={t}", us, "us", "lower", None, 6.0)
+        bench.add(f"{name}, choose alone", us, "us", "lower", None, 0.0)
 
 
 def nvfp4_pool(format: Nvfp4Rows, experts: int) -> ExpertPool:
@@ -390,8 +327,7 @@ def nvfp4_is_right(bench: Bench, format: Nvfp4Rows, t: int) -> None:
     x = torch.randn(t, d, device=DEVICE).bfloat16()
     ids = torch.stack([torch.randperm(experts)[:top_k] for _ in range(t)]).to(DEVICE)
     weights = torch.rand(t, top_k, device=DEVICE)
-    how = decode_experts.given(kernels, ids, weights, slot_of, d, error=error)
-    found = decode_experts.mix(kernels, x, how, pool, limit=10.0, error=error, output="f32")
+    found = pool.mixture(kernels, x, ids, weights, slot_of, limit=10.0, error=error)
 
     def rounded(x: Tensor) -> Tensor:
         q, scale = quantise(kernels, x)
@@ -412,29 +348,39 @@ def nvfp4_is_right(bench: Bench, format: Nvfp4Rows, t: int) -> None:
     print(f"right: nvfp4 {d} T={t}, relative error {off:.1e}", flush=True)
 
 
+def short_reads(bench: Bench) -> None:
+    """What a launch that only reads takes for as many bytes as these kernels do: their ceiling."""
+    for megabytes in (8, 14, 28, 34, 45, 85):
+        best = min(
+            (read_us(bench, megabytes << 20, ctas_per_sm), ctas_per_sm) for ctas_per_sm in (2, 4)
+        )
+        name = f"nothing but reading, {best[1]} CTAs an SM"
+        bench.streamed(name, f"{megabytes} MiB", best[0], megabytes << 20, 0.0)
+
+
 def measure(bench: Bench) -> None:
     """All rows of this part."""
-    for format in (W2Rows(4096, 2048), Mxfp4Rows(4096, 2048), W2Rows(6144, 2048)):
+    w2, mxfp4 = W2Rows(4096, 2048), Mxfp4Rows(4096, 2048)
+    wide, nvfp4 = W2Rows(6144, 2048), Nvfp4Rows(6144, 2048)
+    for format in (w2, mxfp4, wide, nvfp4):
         for t in (1, 3, 8):
-            bench.attempt(fused_is_right, format, t)
+            bench.attempt(pairs_are_right, format, t)
     for shard in (1024, 512):
-        bench.attempt(fused_is_right, W2Rows(4096, shard), 3)
+        bench.attempt(pairs_are_right, W2Rows(4096, shard), 3)
     bench.attempt(nvfp4_is_right, Nvfp4Rows(4096, 512), 3)
-    for t in (1, 3, 8):
-        bench.attempt(chain, t, 14)
-    bench.attempt(paired_layer, W2Rows(4096, 2048), 6, (1, 3, 8))
-    bench.attempt(paired_layer, Mxfp4Rows(4096, 2048), 6, (1, 3))
-    bench.attempt(paired_layer, W2Rows(6144, 2048), 8, (1,))
-    bench.attempt(fused_layer, W2Rows(4096, 2048), 6, (1, 3, 8))
-    bench.attempt(fused_layer, Mxfp4Rows(4096, 2048), 6, (1, 3))
-    bench.attempt(fused_layer, W2Rows(6144, 2048), 8, (1, 3))
-    bench.attempt(fused_layer, Nvfp4Rows(6144, 2048), 8, (1,))
-    wanted = {6: 0.65, 18: 0.76, 48: 0.84, 128: 0.88}
-    bench.attempt(grouped, W2Rows(4096, 2048), 256, wanted)
-    bench.attempt(grouped, W2Rows(6144, 2048), 128, {8: 0.60, 23: 0.70})
-    bench.attempt(grouped, Mxfp4Rows(4096, 2048), 256, {6: 0.0, 18: 0.70, 128: 0.82})
+    bench.attempt(short_reads)
+    bench.attempt(paired_layer, w2, 6, (1, 3, 8))
+    bench.attempt(paired_layer, mxfp4, 6, (1, 3))
+    bench.attempt(paired_layer, wide, 8, (1, 3))
+    bench.attempt(paired_layer, nvfp4, 8, (1,))
+    bench.attempt(grouped, w2, 256, {6: 0.65, 18: 0.76, 48: 0.84, 128: 0.88})
+    bench.attempt(grouped, wide, 128, {8: 0.60, 23: 0.70})
+    bench.attempt(grouped, mxfp4, 256, {6: 0.0, 18: 0.70, 128: 0.82})
+    bench.attempt(grouped, nvfp4, 128, {8: 0.65, 128: 0.80})
     for n, k, target in ((32768, 1024, 0.80), (4096, 8192, 0.80), (129280, 4096, 0.93)):
         bench.attempt(dense_fp8, n, k, target)
     for n, k in ((1024, 4096), (4096, 2048), (4096, 4096)):
         bench.attempt(dense_fp8, n, k, 0.0)
+    for t in (1, 3, 8):
+        bench.attempt(chain, t, 14)
     bench.attempt(moe_layer)

@@ -1,8 +1,9 @@
-"""A decode step's mixture of experts in two launches: who is chosen, and everything after that.
+"""Who is chosen in a decode step, and experts of two formats in one launch.
 
 For up to eight tokens: `choose` runs the router and lists the chosen experts on the device, `mix`
-runs gate, up, SwiGLU, down and the weighted sum of routed and shared experts. Joins tensors with
-the kernels of `csrc/moe_decode.cu`; knows no model, request or policy of residency.
+runs gate, up, SwiGLU, down and the weighted sum of routed and shared experts, in which experts of a
+second pool go first. Experts of one format are faster in several launches (`paired_experts.py`).
+Joins tensors with the kernels of `csrc/moe_decode.cu`; knows no model, request or residency.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from moet.kernels.stream_gemm import (
     Part,
     StreamLinear,
     Workspace,
+    inverse,
     num_stages,
     pointer,
 )
@@ -33,6 +35,7 @@ MAX_EXPERTS = 512
 MAX_TOP_K = 32
 CODEC_IDS = {"w2": 0, "mxfp4": 1, "fp8": 2, "nvfp4": 4}
 STAGE_BYTES = 76 * THREADS  # of the ring
+MIXED_STAGES = 2
 SHARED_SOURCE = 2
 Precision = Literal["bf16", "f32"]
 
@@ -84,7 +87,9 @@ class ChooseArgs(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("entries", "num_entries", "places")),
         *((name, ctypes.c_int32) for name in ("tokens", "k", "chunks", "experts", "top_k")),
         *((name, ctypes.c_int32) for name in ("tiles", "slices", "slice_stages")),
-        *((name, ctypes.c_int32) for name in ("first_half_stages", "num_counters", "sigmoid")),
+        *((name, ctypes.c_int32) for name in ("first_half_stages", "num_counters", "ctas")),
+        *((name, ctypes.c_uint32) for name in ("slices_inverse", "experts_inverse")),
+        *((name, ctypes.c_uint32) for name in ("top_k_inverse", "sigmoid")),
         ("scaling_factor", ctypes.c_float),
     ]
 
@@ -168,6 +173,35 @@ def choose(
     router with a table. positions: [T] int64; below 0 a token reads no expert. An expert without a
     slot sets a bit of error once its rows are computed. Raises UnsupportedError beyond the limits.
     """
+    choice, args = choose_arguments(
+        launcher,
+        x,
+        router,
+        slot_of,
+        error=error,
+        workspace=workspace,
+        token_ids=token_ids,
+        positions=positions,
+        preferred=preferred,
+    )
+    if args.tokens:
+        _launch_choose(launcher, args)
+    return choice
+
+
+def choose_arguments(
+    launcher: Launcher,
+    x: Tensor,
+    router: Router,
+    slot_of: Tensor,
+    *,
+    error: Tensor,
+    workspace: Workspace,
+    token_ids: Tensor | None = None,
+    positions: Tensor | None = None,
+    preferred: Tensor | None = None,
+) -> tuple[Choice, ChooseArgs]:
+    """What a launch of `choose` makes, and what it needs to know. See choose."""
     (tokens, k), experts = x.shape, slot_of.shape[0]
     _check(tokens, router.top_k, experts)
     if (router.table is None) != (token_ids is None):
@@ -183,13 +217,12 @@ def choose(
     args.tiles = linear.plane.shape[0] // 64
     args.slice_stages = num_stages("bf16", linear.chunks, 1, args.slices)
     args.first_half_stages = -(-args.slice_stages // 2)
+    args.ctas, args.slices_inverse = args.tiles * args.slices, inverse(args.slices)
     floats = args.slices * tokens * experts
     if floats > workspace.partial.numel():
         raise ValueError(f"workspace of {workspace.partial.numel()} floats; {floats} are needed")
     args.partial, args.arrived = workspace.partial.data_ptr(), workspace.counters.data_ptr()
-    if tokens:
-        _launch_choose(launcher, args, args.tiles * args.slices)
-    return choice
+    return choice, args
 
 
 def given(
@@ -212,8 +245,9 @@ def given(
     empty = _empty_choice(tokens, top_k, experts, dim, expert_ids)
     choice = dataclasses.replace(empty, expert_ids=expert_ids, weights=weights)
     args = _choose_args(choice, slot_of, preferred, tokens, error)
+    args.ctas = 1
     if tokens:
-        _launch_choose(launcher, args, 1)
+        _launch_choose(launcher, args)
     return choice
 
 
@@ -226,20 +260,27 @@ def _choose_args(
     args.chosen, args.num_chosen = choice.chosen.data_ptr(), choice.num_chosen.data_ptr()
     args.counters, args.num_counters = choice.counters.data_ptr(), choice.counters.numel()
     args.error, args.entries = error.data_ptr(), choice.work.entries.data_ptr()
+    args.experts_inverse, args.top_k_inverse = inverse(args.experts), inverse(args.top_k)
     args.num_entries, args.places = choice.work.num_entries.data_ptr(), choice.work.pairs.data_ptr()
     return args
 
 
-def _launch_choose(launcher: Launcher, args: ChooseArgs, grid: int) -> None:
-    lists = 2 * MAX_TOKENS * args.experts * 4 + 2 * MAX_TOKENS * MAX_TOP_K * 4
-    product = args.slice_stages * 2048 + 2048
+def _launch_choose(launcher: Launcher, args: ChooseArgs) -> None:
     launcher.launch(
         "choose_experts",
-        grid=grid,
+        grid=args.ctas,
         threads=THREADS,
-        shared_bytes=max(lists, product),
+        shared_bytes=choose_shared_bytes(args),
         args=args,
     )
+
+
+def choose_shared_bytes(args: ChooseArgs) -> int:
+    """What a CTA needs: the router's operands, later everything that it lists."""
+    lists: int = args.experts * (2 * MAX_TOKENS * 4 + MAX_TOKENS + 4 + 4)
+    lists += MAX_TOKENS + 4 * MAX_TOKENS * MAX_TOP_K + 4 + THREADS // 32 * 4
+    product: int = args.slice_stages * 2048 + 2048
+    return max(lists, product)
 
 
 def mix(
@@ -255,14 +296,12 @@ def mix(
     shared: SharedExpert | None = None,
     weigh_output: bool = False,
     output: Precision = "bf16",
-    stages: int | None = None,
 ) -> Tensor:
     """Sum over a token's experts, then its shared expert; the bits of `ExpertPool.mixture`.
 
     x: [T, D] bf16, or with x_scale [T, ceil(D/128)] fp32 e4m3 codes in MMA order, contiguous.
     preferred: the second pool that `choose` was given slots of. weigh_output: weights multiply the
-    experts' outputs instead of their hidden values. stages: depth of the ring, the deepest that
-    fits by default. Returns [T, D].
+    experts' outputs instead of their hidden values. Returns [T, D].
     """
     tokens, k = x.shape
     format, top_k = pool.format, choice.expert_ids.shape[1]
@@ -300,36 +339,30 @@ def mix(
                 f"of {inter}: the fused decode step needs them equal"
             )
         args.sources[SHARED_SOURCE], args.has_shared = _shared_source(shared), 1
-    routed = codec_of(format)
-    mixed = preferred is not None and codec_of(preferred.format) != routed
-    _launch_mix(launcher, args, "mixed" if mixed else routed, stages)
+    _launch_mix(launcher, args)
     return out
 
 
-def _launch_mix(launcher: Launcher, args: MoeArgs, kind: str, stages: int | None) -> None:
+def _launch_mix(launcher: Launcher, args: MoeArgs) -> None:
     chunks = -(-args.x_chunks // 4) * 4
     for source in args.sources:
         per_stage = 1 if source.codec == CODEC_IDS["fp8"] else 4 if source.codec == 0 else 2
         padded = -(-source.down_chunks // per_stage) * per_stage
         chunks = max(chunks, source.down_segments * padded)
-    fixed = chunks * 1024 + 4096 + chunks * MAX_TOKENS
-    half_an_sm = (launcher.max_shared_bytes + 1024) // 2 - 1024
-    depths = (stages,) if stages else (4, 3, 2)
-    for room, ctas in ((half_an_sm, 2), (launcher.max_shared_bytes, 1)):
-        for depth in depths:
-            if fixed + depth * STAGE_BYTES <= room:
-                items = args.max_chosen * (args.up_tiles + args.down_tiles)
-                launcher.launch(
-                    f"moe_{kind}_2x{depth}",
-                    grid=max(1, min(items, ctas * launcher.num_sms)),
-                    threads=THREADS,
-                    shared_bytes=fixed + depth * STAGE_BYTES,
-                    args=args,
-                )
-                return
-    raise UnsupportedError(
-        f"{args.k} columns need {fixed + min(depths) * STAGE_BYTES} bytes of shared memory for a "
-        f"fused decode step; the device has {launcher.max_shared_bytes}"
+    needed = chunks * 1024 + 4096 + chunks * MAX_TOKENS + MIXED_STAGES * STAGE_BYTES
+    if needed > launcher.max_shared_bytes:
+        raise UnsupportedError(
+            f"{args.k} columns need {needed} bytes of shared memory for a fused decode step; the "
+            f"device has {launcher.max_shared_bytes}"
+        )
+    ctas = min(2, (launcher.max_shared_bytes + 1024) // (needed + 1024))
+    items = args.max_chosen * (args.up_tiles + args.down_tiles)
+    launcher.launch(
+        "moe_mixed",
+        grid=max(1, min(items, ctas * launcher.num_sms)),
+        threads=THREADS,
+        shared_bytes=needed,
+        args=args,
     )
 
 

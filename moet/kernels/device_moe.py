@@ -18,13 +18,11 @@ from moet.kernels import (
 )
 from moet.kernels.device_gemm import Device, PackedMatrix
 from moet.kernels.layout import ExpertRows
-from moet.kernels.moe import ExpertTable
+from moet.kernels.moe import ExpertTable, swiglu
 from moet.kernels.moe_layer import RouterWeights, SharedWeights
 from moet.kernels.quant import Activations, as_activations
 from moet.kernels.stream_experts import ExpertPool, SharedExpert
 from moet.kernels.stream_gemm import Workspace
-
-FUSED_FORMATS = ("w2",)  # of rows that the fused decode kernel is right and fast for
 
 
 def device_of(router: RouterWeights) -> Device:
@@ -74,21 +72,17 @@ def moe(
 ) -> Tensor:
     device, pool = device_of(router), pool_of(table)
     expert = shared.packed
-    if expert is None:
-        raise UnsupportedError("no kernel reads a shared expert that is not fp8")
     x = as_activations(x)
-    fused = x.num_rows <= device.fused_rows and pool.format.name in FUSED_FORMATS
-    if fused or (
-        x.num_rows <= device.paired_rows and paired_experts.fits(device.launcher, pool, expert)
+    if (
+        expert is not None
+        and x.num_rows <= device.paired_rows
+        and paired_experts.fits(device.launcher, pool, expert)
     ):
         return _few(x, token_ids, positions, router, table, pool, expert, limit, weigh_output)
     expert_ids, weights = route(x, token_ids, positions, router)
     table.prepare(expert_ids)  # what has to come does so while the shared expert runs
     if x.num_rows > device_gemm.STREAM_ROWS:
-        tiles = prefill_gemm.make_tiles(device.launcher, x.plain())
-        dense = prefill_gemm.shared_expert(
-            device.launcher, expert, tiles, x.num_rows, limit=limit, error=device.error
-        )
+        dense = _shared(x, shared, device, limit)
         table.join()
         mixture = prefill_gemm.mixture(
             device.launcher,
@@ -110,16 +104,7 @@ def moe(
     work = None  # begin while the shared expert ends
     if resident:
         work = stream_experts.plan(device.launcher, expert_ids, table.slot_of, error=device.error)
-    dense = expert(
-        device.launcher,
-        codes,
-        scale,
-        limit=limit,
-        error=device.error,
-        workspace=device.workspace(
-            expert.down.slices(device.launcher), x.num_rows * expert.down.out_features
-        ),
-    )
+    dense = _shared(Activations(x.values, codes, scale), shared, device, limit)
     table.join()
     if work is None:
         work = stream_experts.plan(device.launcher, expert_ids, table.slot_of, error=device.error)
@@ -144,6 +129,34 @@ def moe(
     )
 
 
+def _shared(x: Activations, shared: SharedWeights, device: Device, limit: float | None) -> Tensor:
+    """The shared expert alone. x: few rows with codes, many with values. Returns [T, D] bf16."""
+    expert = shared.packed
+    if expert is None:
+        gate_up, down = shared.gate_up, shared.down
+        assert isinstance(gate_up, PackedMatrix)
+        assert isinstance(down, PackedMatrix)
+        gate, up = device_gemm.multiply(x, gate_up).chunk(2, 1)
+        return device_gemm.multiply(swiglu(gate, up, limit=limit).to(torch.bfloat16), down)
+    if x.num_rows > device_gemm.STREAM_ROWS:
+        tiles = prefill_gemm.make_tiles(device.launcher, x.plain())
+        return prefill_gemm.shared_expert(
+            device.launcher, expert, tiles, x.num_rows, limit=limit, error=device.error
+        )
+    assert x.codes is not None
+    assert x.scale is not None
+    return expert(
+        device.launcher,
+        x.codes,
+        x.scale,
+        limit=limit,
+        error=device.error,
+        workspace=device.workspace(
+            expert.down.slices(device.launcher), x.num_rows * expert.down.out_features
+        ),
+    )
+
+
 def _few(
     x: Activations,
     token_ids: Tensor,
@@ -155,7 +168,7 @@ def _few(
     limit: float | None,
     weigh_output: bool,
 ) -> Tensor:
-    """For few rows: one launch chooses, one does all the rest, or three in pairs."""
+    """For few rows: in four launches, the shared expert beside the choice and the routed ones."""
     device = device_of(router)
     assert isinstance(router.weight, PackedMatrix)
     stored = router.weight.stored
@@ -167,44 +180,36 @@ def _few(
         dtype=torch.float32,
         device=device.torch_device,
     )
-    choice = decode_experts.choose(
+    begun = paired_experts.begin(
         device.launcher,
         x.plain(),
+        codes,
+        scale,
         decode_experts.Router(
             stored, router.top_k, router.scaling_factor, router.bias, router.table, router.sigmoid
         ),
         table.slot_of,
+        shared,
+        limit=limit,
         error=device.error,
         workspace=Workspace(partial, device.counters),
         token_ids=None if router.table is None else token_ids,
         positions=positions,
     )
+    choice = begun.choice
     table.prepare(
         choice.expert_ids,
         (choice.chosen, choice.num_chosen),
         (choice.work.entries, choice.work.num_entries),
     )
-    if x.num_rows <= device.paired_rows and paired_experts.fits(device.launcher, pool, shared):
-        return paired_experts.mix_in_pairs(
-            device.launcher,
-            codes,
-            scale,
-            choice,
-            pool,
-            shared,
-            limit=limit,
-            error=device.error,
-            weigh_output=weigh_output,
-        )
-    return decode_experts.mix(
+    return paired_experts.mix_in_pairs(
         device.launcher,
         codes,
-        choice,
+        scale,
+        begun,
         pool,
+        shared,
         limit=limit,
         error=device.error,
-        x_scale=scale,
-        shared=shared,
         weigh_output=weigh_output,
-        output="bf16",
     )

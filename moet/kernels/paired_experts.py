@@ -1,20 +1,28 @@
-"""A decode step's mixture in four launches: who is chosen, gate and up, down, and the sum.
+"""A decode step's mixture in four launches, in two of which the shared expert has some of the CTAs.
 
-In each of the middle two the routed experts and the shared one run side by side
-(`csrc/moe_pair.cu`), so that their weights are one stream of bytes. The bits are those of the
-separate kernels (`stream_experts.py`). Knows tensors and a Launcher; not who routed.
+Who is chosen, beside gate and up of the shared expert; gate and up of the routed ones, beside its
+down; their down; the sum (`csrc/moe_pair.cu`). So the shared expert's weights flow while the rest
+waits for the router. The bits are those of the separate kernels (`stream_experts.py`). Knows
+tensors and a Launcher; not where experts come from.
 """
 
 from __future__ import annotations
 
 import ctypes
-from typing import ClassVar, Literal
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from moet.errors import UnsupportedError
-from moet.kernels.decode_experts import Choice
+from moet.kernels.decode_experts import (
+    Choice,
+    ChooseArgs,
+    Router,
+    choose_arguments,
+    choose_shared_bytes,
+)
 from moet.kernels.stream_experts import ExpertPool, SharedExpert, codec_of, combine
 from moet.kernels.stream_gemm import (
     CHUNK_BYTES,
@@ -24,16 +32,26 @@ from moet.kernels.stream_gemm import (
     Launcher,
     Output,
     StreamArgs,
+    Workspace,
     complete,
     num_stages,
+    share_among,
 )
 
 ROWS = 8  # of an item
-RING_STAGES = {"w2": 3, "mxfp4": 2, "fp8": 2}
+RING_STAGES = {"w2": 3, "mxfp4": 2, "nvfp4": 2, "fp8": 2}
+# Of the shared expert beside the choice, where CTAs have whole SMs: the deepest that fits.
+BEGIN_STAGES = {"pair_begin": 4, "pair_begin_small": 1}
+
+
+class BeginArgs(ctypes.Structure):
+    """Field for field `struct BeginArgs` of the source."""
+
+    _fields_: ClassVar = [("choose", ChooseArgs), ("shared", StreamArgs)]
 
 
 class PairArgs(ctypes.Structure):
-    """The kernel's only parameter, field for field `struct PairArgs` of the source."""
+    """Field for field `struct PairArgs` of the source."""
 
     _fields_: ClassVar = [
         ("routed", StreamArgs),
@@ -42,11 +60,66 @@ class PairArgs(ctypes.Structure):
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A step whose experts are chosen. hidden: [T, I] bf16, of the shared expert."""
+
+    choice: Choice
+    hidden: Tensor
+
+
+def begin(
+    launcher: Launcher,
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    router: Router,
+    slot_of: Tensor,
+    shared: SharedExpert,
+    *,
+    limit: float | None,
+    error: Tensor,
+    workspace: Workspace,
+    token_ids: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> Begun:
+    """`decode_experts.choose` beside gate and up of the shared expert.
+
+    x: [T, D] bf16, T <= 8; codes: the same as e4m3 in MMA order with scale [T, ceil(D/128)] fp32.
+    """
+    choice, choosing = choose_arguments(
+        launcher,
+        x,
+        router,
+        slot_of,
+        error=error,
+        workspace=workspace,
+        token_ids=token_ids,
+        positions=positions,
+    )
+    tokens = x.shape[0]
+    hidden = torch.empty(tokens, shared.intermediate_size, dtype=torch.bfloat16, device=x.device)
+    if tokens:
+        up = shared.up_arguments(codes, scale, hidden, limit, error)
+        stages = complete(up, "fp8")
+        name, needed = _beginning(launcher, stages)
+        own = max(1, min(up.tiles, launcher.num_sms))
+        share_among(up, own, up.tiles)
+        launcher.launch(
+            name,
+            grid=choosing.ctas + own,
+            threads=THREADS,
+            shared_bytes=max(needed, choose_shared_bytes(choosing)),
+            args=BeginArgs(choosing, up),
+        )
+    return Begun(choice, hidden)
+
+
 def mix_in_pairs(
     launcher: Launcher,
     codes: Tensor,
     scale: Tensor,
-    choice: Choice,
+    begun: Begun,
     pool: ExpertPool,
     shared: SharedExpert,
     *,
@@ -58,37 +131,37 @@ def mix_in_pairs(
 ) -> Tensor:
     """Sum over a token's experts, then its shared expert; the bits of `ExpertPool.mixture`.
 
-    codes: [T, D] e4m3 in MMA order, T <= 8, with scale [T, ceil(D/128)] fp32. choice: what
-    `choose` or `given` listed, of one pool. shared_ctas: how many CTAs stream the shared expert,
-    by default one an item, at most one an SM, or their share of the bytes where a CTA fills an SM.
-    Returns [T, D] in dtype. Raises UnsupportedError for
-    formats without a kernel and for rows that the shared memory does not hold.
+    codes: [T, D] e4m3 in MMA order, T <= 8, with scale [T, ceil(D/128)] fp32. begun: of `begin`,
+    for one pool. shared_ctas: how many CTAs stream the shared expert, by default its share of the
+    bytes. Returns [T, D] in dtype. Raises UnsupportedError for formats without a kernel and for
+    rows that the shared memory does not hold.
     """
-    if codec_of(pool.format) not in RING_STAGES:
-        raise UnsupportedError(
-            f"{pool.format.name} experts have no paired kernel; use decode_experts.mix"
-        )
+    codec, choice = codec_of(pool.format), begun.choice
+    if codec not in RING_STAGES:
+        raise UnsupportedError(f"{pool.format.name} experts have no paired kernel")
     (tokens, dim), top_k = codes.shape, choice.expert_ids.shape[1]
     rows = tokens * top_k
-    width = pool.format.moe_intermediate_size
-    shapes = (rows, width), (tokens, shared.intermediate_size), (rows, dim), (tokens, dim)
-    hidden, own_hidden, parts, own = (
-        torch.empty(shape, dtype=torch.bfloat16, device=codes.device) for shape in shapes
+    hidden, own = (
+        torch.empty(shape, dtype=torch.bfloat16, device=codes.device)
+        for shape in ((rows, pool.format.moe_intermediate_size), (tokens, dim))
     )
     if tokens:
-        weights = None if weigh_output else choice.weights
         up = pool.up_arguments(
-            codes, scale, choice.work, hidden, weights, top_k, limit, error, early=False
+            codes,
+            scale,
+            choice.work,
+            hidden,
+            None if weigh_output else choice.weights,
+            top_k,
+            limit,
+            error,
+            early=False,
         )
-        own_up = shared.up_arguments(codes, scale, own_hidden, limit, error)
-        _launch(launcher, codec_of(pool.format), "up", up, own_up, rows, 0, shared_ctas)
-        down = pool.down_arguments(hidden, choice.work, parts, error, early=True)
-        own_down = shared.down.arguments(own_hidden, None, own, slices=1, error=error)
-        half = pool.down_half()
-        _launch(launcher, codec_of(pool.format), "down", down, own_down, rows, half, shared_ctas)
+        down = shared.down.arguments(begun.hidden, None, own, slices=1, error=error)
+        _launch_pair(launcher, codec, up, down, rows, shared_ctas)
     return combine(
         launcher,
-        parts,
+        pool.down(launcher, hidden, choice.work, error=error, early=True),
         top_k=top_k,
         weights=choice.weights if weigh_output else None,
         shared=own,
@@ -97,45 +170,65 @@ def mix_in_pairs(
     )
 
 
-def _launch(
+def _launch_pair(
     launcher: Launcher,
     codec: Codec,
-    kind: Literal["up", "down"],
     routed: StreamArgs,
     shared: StreamArgs,
     entries: int,
-    half_stages: int,
     shared_ctas: int | None,
 ) -> None:
-    stages = complete(routed, codec, half_stages), complete(shared, "fp8")
-    needed = max(_shared_bytes(c, kind, n) for c, n in zip((codec, "fp8"), stages, strict=True))
+    needed = max(_up_bytes(codec, complete(routed, codec)), _down_bytes(complete(shared, "fp8")))
     if needed > launcher.max_shared_bytes:
         raise UnsupportedError(
             f"{routed.k} columns need {needed} bytes of shared memory for a pair of experts; the "
             f"device has {launcher.max_shared_bytes}"
         )
-    per_sm = min(2, (launcher.max_shared_bytes + 1024) // (needed + 1024))
-    resident = per_sm * launcher.num_sms
+    resident = min(2, (launcher.max_shared_bytes + 1024) // (needed + 1024)) * launcher.num_sms
     items, own_items = entries * routed.tiles, -(-shared.num_rows // ROWS) * shared.tiles
-    own = shared_ctas or launcher.num_sms
-    if shared_ctas is None and per_sm == 1:  # then each has a whole SM: by bytes
-        own_bytes = own_items * shared.chunks * CHUNK_BYTES["fp8"]
-        others = items * routed.chunks * routed.segments * CHUNK_BYTES[codec]
-        own = max(1, round(resident * own_bytes / (own_bytes + others)))
+    own = shared_ctas or _share(
+        resident,
+        own_items,
+        own_items * shared.chunks * CHUNK_BYTES["fp8"],
+        items * routed.chunks * CHUNK_BYTES[codec],
+    )
     own = min(own, own_items, resident - 1)
+    others = max(1, min(items, resident - own))
+    share_among(shared, own, own_items)
+    share_among(routed, others, items)
     launcher.launch(
-        f"pair_{codec}_{kind}",
-        grid=own + max(1, min(items, resident - own)),
+        f"pair_{codec}",
+        grid=own + others,
         threads=THREADS,
         shared_bytes=needed,
         args=PairArgs(routed, shared, own),
     )
 
 
-def _shared_bytes(codec: str, kind: Literal["up", "down"], stages: int) -> int:
-    output: Output = "swiglu" if kind == "up" else "bf16"
-    instance = Instance(codec, ROWS, output, kind == "down", RING_STAGES[codec], 2)  # type: ignore[arg-type]
-    return instance.shared_bytes(stages)
+def _share(ctas: int, items: int, num_bytes: int, other_bytes: int) -> int:
+    """CTAs for items that have num_bytes beside others', so that none has one more than another."""
+    wanted = max(1, round(ctas * num_bytes / (num_bytes + other_bytes)))
+    return -(-items // -(-items // wanted))
+
+
+def _up_bytes(codec: Codec, stages: int) -> int:
+    output: Output = "swiglu"
+    return Instance(codec, ROWS, output, False, RING_STAGES[codec], 2).shared_bytes(stages)
+
+
+def _down_bytes(stages: int) -> int:
+    return Instance("fp8", ROWS, "bf16", True, RING_STAGES["fp8"], 2).shared_bytes(stages)
+
+
+def _beginning(launcher: Launcher, stages: int) -> tuple[str, int]:
+    """The kernel that begins with `stages` of the shared expert, and its shared memory."""
+    needed = {
+        name: Instance("fp8", ROWS, "swiglu", False, depth, 1).shared_bytes(stages)
+        for name, depth in BEGIN_STAGES.items()
+    }
+    fitting = [name for name in needed if needed[name] <= launcher.max_shared_bytes]
+    name = fitting[0] if fitting else "pair_begin_small"
+    return name, needed[name]
 
 
 def fits(launcher: Launcher, pool: ExpertPool, shared: SharedExpert) -> bool:
@@ -143,11 +236,9 @@ def fits(launcher: Launcher, pool: ExpertPool, shared: SharedExpert) -> bool:
     format, codec = pool.format, codec_of(pool.format)
     if codec not in RING_STAGES:
         return False
-    up_chunks, down_chunks = format.shapes[0][1] // 128, format.shapes[2][1] // 128
     needed = (
-        _shared_bytes(codec, "up", num_stages(codec, up_chunks, 1, 1)),
-        _shared_bytes(codec, "down", num_stages(codec, down_chunks, format.num_sub_rows, 1)),
-        _shared_bytes("fp8", "up", num_stages("fp8", shared.planes.shape[2] // 128, 1, 1)),
-        _shared_bytes("fp8", "down", num_stages("fp8", shared.down.chunks, 1, 1)),
+        _up_bytes(codec, num_stages(codec, format.shapes[0][1] // 128, 1, 1)),
+        _down_bytes(num_stages("fp8", shared.down.chunks, 1, 1)),
+        _beginning(launcher, num_stages("fp8", shared.planes.shape[2] // 128, 1, 1))[1],
     )
     return max(needed) <= launcher.max_shared_bytes

@@ -21,15 +21,25 @@ THREADS = 256
 Codec = Literal["w2", "mxfp4", "nvfp4", "fp8", "bf16"]
 Output = Literal["f32", "bf16", "swiglu"]
 CHUNKS_PER_STAGE: dict[str, int] = {"w2": 4, "mxfp4": 2, "nvfp4": 2, "fp8": 2, "bf16": 2}
-CHUNK_BYTES: dict[str, int] = {"w2": 512, "mxfp4": 1024, "fp8": 2048, "bf16": 2048}
-CHUNK_COLUMNS: dict[str, int] = {"w2": 128, "mxfp4": 128, "fp8": 128, "bf16": 64}
-SCALE_WORDS: dict[str, int] = {"w2": 3, "mxfp4": 2, "fp8": 2, "bf16": 0}  # of a lane in a stage
+CHUNK_BYTES: dict[str, int] = {"w2": 512, "mxfp4": 1024, "nvfp4": 1024, "fp8": 2048, "bf16": 2048}
+CHUNK_COLUMNS: dict[str, int] = {"w2": 128, "mxfp4": 128, "nvfp4": 128, "fp8": 128, "bf16": 64}
+# Of a lane in a stage.
+SCALE_WORDS: dict[str, int] = {"w2": 3, "mxfp4": 2, "nvfp4": 2, "fp8": 2, "bf16": 0}
 
 
 class Part(ctypes.Structure):
     """Byte offsets of one matrix's planes in a weight segment."""
 
     _fields_: ClassVar = [(name, ctypes.c_uint32) for name in ("codes", "scales", "bases")]
+
+
+class Inverses(ctypes.Structure):
+    """Factors by which a kernel divides, field for field `struct Inverses` of the source."""
+
+    _fields_: ClassVar = [
+        *((name, ctypes.c_uint32) for name in ("slices", "tiles", "tiles_per_segment")),
+        *((name, ctypes.c_uint32) for name in ("segment_stages", "x_divisor", "ctas")),
+    ]
 
 
 class StreamArgs(ctypes.Structure):
@@ -52,6 +62,7 @@ class StreamArgs(ctypes.Structure):
         ("swiglu_limit", ctypes.c_float),
         ("mask_high", ctypes.c_uint32),
         ("mask_w2_base", ctypes.c_uint32),
+        ("inverse", Inverses),
     ]
 
 
@@ -116,11 +127,14 @@ INSTANCES = (
     Instance("mxfp4", 8, "swiglu", False, 2, 3),
     Instance("mxfp4", 8, "swiglu", False, 2, 2),
     Instance("mxfp4", 8, "bf16", True, 2, 2),
+    Instance("nvfp4", 8, "swiglu", False, 2, 2),
+    Instance("nvfp4", 8, "bf16", True, 2, 2),
     Instance("fp8", 8, "bf16", False, 2, 2),
     Instance("fp8", 16, "bf16", False, 2, 2),
     Instance("fp8", 32, "bf16", False, 2, 2),
     Instance("fp8", 8, "f32", False, 2, 2),
     Instance("fp8", 8, "bf16", True, 2, 2),
+    Instance("fp8", 8, "swiglu", False, 1, 3),  # where shared memory is small
     Instance("fp8", 8, "swiglu", False, 2, 2),
     Instance("bf16", 8, "f32", False, 2, 2),
     Instance("bf16", 16, "f32", False, 2, 2),
@@ -167,12 +181,26 @@ def num_stages(codec: str, chunks: int, segments: int, slices: int) -> int:
     return -(-chunks // CHUNKS_PER_STAGE[codec]) * segments // slices
 
 
+def inverse(divisor: int) -> int:
+    """The factor for `divide` of the source, exact for numbers below 2^32 / divisor."""
+    return -(-(1 << 32) // divisor) & 0xFFFFFFFF
+
+
 def complete(args: StreamArgs, codec: str, half_stages: int = 0) -> int:
-    """Set what follows from the rest of args. Returns the stages of a slice."""
+    """Set what follows from the rest of args, but for the CTAs. Returns the stages of a slice."""
     args.mask_high, args.mask_w2_base = 0x88888888, 0x44444444
     stages = num_stages(codec, args.chunks, args.segments, args.slices)
     args.first_half_stages = min(stages, half_stages or -(-stages // 2))
+    segment_stages = num_stages(codec, args.chunks, 1, 1)
+    divisors = args.slices, args.tiles, args.tiles_per_segment, segment_stages, args.x_divisor
+    args.inverse = Inverses(*(inverse(divisor) for divisor in divisors))
     return stages
+
+
+def share_among(args: StreamArgs, ctas: int, items: int) -> None:
+    """Tell a launch how many CTAs divide its items, of which there are at most `items`."""
+    assert items * max(args.tiles, ctas) < 1 << 32, "divisions would be inexact"
+    args.inverse.ctas = inverse(ctas)
 
 
 def run(
@@ -180,10 +208,12 @@ def run(
 ) -> None:
     """Launch on at most `items` items. half_stages: where the sum is halved; 0: in the middle."""
     stages = complete(args, instance.codec, half_stages)
-    resident = instance.resident(stages, launcher.max_shared_bytes)
+    grid = launcher.num_sms * instance.resident(stages, launcher.max_shared_bytes)
+    grid = max(1, min(items, grid))
+    share_among(args, grid, items)
     launcher.launch(
         instance.name,
-        grid=max(1, min(items, launcher.num_sms * resident)),
+        grid=grid,
         threads=THREADS,
         shared_bytes=instance.shared_bytes(stages),
         args=args,

@@ -163,9 +163,8 @@ def check_decode(
 ) -> None:
     """Decode gives the bits of prefill, whoever else is in the step."""
     slot_of = torch.arange(EXPERTS, device="cuda")
-    if not isinstance(pool.format, Nvfp4Rows):
-        decoded = pool.mixture(kernels, x, ids, weights, slot_of, limit=limit, error=error)
-        assert torch.equal(decoded, expected)
+    decoded = pool.mixture(kernels, x, ids, weights, slot_of, limit=limit, error=error)
+    assert torch.equal(decoded, expected)
     for rows in (slice(0, 1), slice(0, 3), slice(max(0, len(x) - 8), len(x))):
         some = x[rows].contiguous()
         choice = decode_experts.given(

@@ -64,9 +64,9 @@ class Layer:
         return bound(x, ids, at, self.packed_router, self.table, self.packed_shared, **POLICY)
 
 
-def fused(layer: Layer, device: Device, how: str = "fused") -> tuple[Layer, Device]:
-    """The same where few rows take two launches ("fused") or four ("paired")."""
-    other = replace(device, fused_rows=8) if how == "fused" else replace(device, paired_rows=8)
+def paired(layer: Layer, device: Device) -> tuple[Layer, Device]:
+    """The same where routed experts of few rows run beside the shared one."""
+    other = replace(device, paired_rows=8)
     assert isinstance(layer.packed_router.weight, PackedMatrix)
     moved = replace(layer.packed_router.weight, device=other)
     layer.packed_router = replace(layer.packed_router, weight=moved)
@@ -93,18 +93,17 @@ def test_rows_have_the_same_bits_however_they_are_launched(device: Device, hashe
     assert torch.equal(layer.on(device, x[:3], ids[:3], positions[:3]), tiled[:3])
     codes = Activations(x[:3], *quantise(device.launcher, x[:3]))
     assert torch.equal(layer.on(device, codes, ids[:3], positions[:3]), tiled[:3])
-    for how in ("fused", "paired"):
-        layer, quick = fused(layer, device, how)
-        for few in (x[:3], codes):
-            assert torch.equal(layer.on(quick, few, ids[:3], positions[:3]), tiled[:3])
+    layer, quick = paired(layer, device)
+    for few in (x[:3], codes):
+        assert torch.equal(layer.on(quick, few, ids[:3], positions[:3]), tiled[:3])
     assert int(device.error) == 0
 
 
-@pytest.mark.parametrize("quick", [None, "fused", "paired"])
-def test_fill_rows_read_no_expert_of_their_own(device: Device, quick: str | None) -> None:
+@pytest.mark.parametrize("quick", [False, True])
+def test_fill_rows_read_no_expert_of_their_own(device: Device, quick: bool) -> None:
     layer = Layer(device, hashed=True)
     if quick:
-        layer, device = fused(layer, device, quick)
+        layer, device = paired(layer, device)
     x, positions = rows(3, DIM), torch.tensor([7, -1, -1])
     ids = torch.tensor([9, 0, 0])
     alone = layer.on(device, x[:1], ids[:1], positions[:1])
@@ -118,11 +117,11 @@ def test_fill_rows_read_no_expert_of_their_own(device: Device, quick: str | None
     assert int(device.error) == 0
 
 
-@pytest.mark.parametrize("quick", [None, "fused", "paired"])
-def test_an_expert_without_a_slot_sets_the_error_word(device: Device, quick: str | None) -> None:
+@pytest.mark.parametrize("quick", [False, True])
+def test_an_expert_without_a_slot_sets_the_error_word(device: Device, quick: bool) -> None:
     layer = Layer(device, hashed=True)
     if quick:
-        layer, device = fused(layer, device, quick)
+        layer, device = paired(layer, device)
     layer.table = replace(layer.table, slot_of=torch.full((EXPERTS,), -1))
     layer.on(device, rows(1, DIM), torch.tensor([9]), torch.tensor([0]))
     assert int(device.error) != 0

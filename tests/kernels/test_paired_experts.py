@@ -4,16 +4,69 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
-from moet.errors import UnsupportedError
 from moet.kernels.decode_experts import Router, choose, given
 from moet.kernels.layout import ExpertRows, Mxfp4Rows, W2Rows
 from moet.kernels.nvfp4_rows import Nvfp4Rows
-from moet.kernels.paired_experts import fits, mix_in_pairs
-from moet.kernels.stream_experts import plan, quantise
+from moet.kernels.paired_experts import Begun, begin, fits, mix_in_pairs
+from moet.kernels.stream_experts import ExpertPool, SharedExpert, plan, quantise
 from moet.kernels.stream_gemm import StreamLinear, Workspace
 from tests.kernels.emulation import Emulator
 from tests.kernels.test_decode_experts import ERROR, EXPERTS, SLOTS, pool, shared_expert, step
+
+
+class Step:
+    """A step of t tokens over EXPERTS experts, two each."""
+
+    def __init__(self, launcher: Emulator, d: int, i: int, t: int) -> None:
+        self.launcher, self.shared = launcher, shared_expert(d, i)
+        self.x, _, _ = step(t, d)
+        self.codes, self.scale = quantise(launcher, self.x)
+        gate = torch.randn(EXPERTS, d, generator=torch.Generator().manual_seed(2)).bfloat16()
+        self.router = Router(StreamLinear.bf16(gate), 2, 1.5)
+        self.space, self.error = Workspace.allocate("cpu", 1 << 16, 64), ERROR.clone()
+
+    def begin(self, slots: Tensor = SLOTS, positions: Tensor | None = None) -> Begun:
+        return begin(
+            self.launcher,
+            self.x,
+            self.codes,
+            self.scale,
+            self.router,
+            slots,
+            self.shared,
+            limit=10.0,
+            error=self.error,
+            workspace=self.space,
+            positions=positions,
+        )
+
+    def mix(
+        self,
+        begun: Begun,
+        experts: ExpertPool,
+        *,
+        weigh_output: bool = False,
+        shared_ctas: int | None = None,
+    ) -> Tensor:
+        return mix_in_pairs(
+            self.launcher,
+            self.codes,
+            self.scale,
+            begun,
+            experts,
+            self.shared,
+            limit=10.0,
+            error=self.error,
+            weigh_output=weigh_output,
+            dtype=torch.float32,
+            shared_ctas=shared_ctas,
+        )
+
+    def own(self) -> Tensor:
+        options = {"limit": 10.0, "error": self.error, "workspace": self.space}
+        return self.shared(self.launcher, self.codes, self.scale, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -22,45 +75,34 @@ from tests.kernels.test_decode_experts import ERROR, EXPERTS, SLOTS, pool, share
         (W2Rows, 416, 96, 3, True),
         (W2Rows, 64, 2048, 1, False),
         (Mxfp4Rows, 256, 64, 8, False),
+        (Nvfp4Rows, 256, 64, 3, False),
     ],
 )
 def test_pairs_have_the_bits_of_the_separate_kernels(
     launcher: Emulator, kind: type[ExpertRows], d: int, i: int, t: int, weigh_output: bool
 ) -> None:
-    experts, shared = pool(kind(d, i), d + i), shared_expert(d, i)
-    assert fits(launcher, experts, shared)
-    x, ids, weights = step(t, d)
-    space, error = Workspace.allocate("cpu", 1 << 16, 64), ERROR.clone()
-    codes, scale = quantise(launcher, x)
-    own = shared(launcher, codes, scale, limit=10.0, error=error, workspace=space)
+    experts, made = pool(kind(d, i), d + i), Step(launcher, d, i, t)
+    assert fits(launcher, experts, made.shared)
+    begun = made.begin()
+    options = {"error": made.error, "workspace": made.space}
+    alone = choose(launcher, made.x, made.router, SLOTS, **options)  # type: ignore[arg-type]
+    assert torch.equal(begun.choice.expert_ids, alone.expert_ids)
+    assert torch.equal(begun.choice.weights, alone.weights)
     expected = experts.mixture(
         launcher,
-        x,
-        ids,
-        weights,
+        made.x,
+        alone.expert_ids,
+        alone.weights,
         SLOTS,
         limit=10.0,
-        error=error,
+        error=made.error,
         weigh_output=weigh_output,
-        shared=own,
+        shared=made.own(),
     )
-    choice = given(launcher, ids, weights, SLOTS, d, error=error)
     for shared_ctas in (None, 1):
-        found = mix_in_pairs(
-            launcher,
-            codes,
-            scale,
-            choice,
-            experts,
-            shared,
-            limit=10.0,
-            error=error,
-            weigh_output=weigh_output,
-            dtype=torch.float32,
-            shared_ctas=shared_ctas,
-        )
+        found = made.mix(begun, experts, weigh_output=weigh_output, shared_ctas=shared_ctas)
         assert torch.equal(found, expected)
-    assert int(error) == 0
+    assert int(made.error) == 0
 
 
 @pytest.mark.parametrize("t", [1, 8])
@@ -75,52 +117,29 @@ def test_the_list_of_choose_is_that_of_plan(launcher: Emulator, t: int) -> None:
 
 
 def test_a_fill_row_gets_the_shared_expert_alone(launcher: Emulator) -> None:
-    d, i = 64, 64
-    experts, shared = pool(W2Rows(d, i), 5), shared_expert(d, i)
-    x, _, _ = step(3, d)
-    space, error = Workspace.allocate("cpu", 1 << 16, 64), ERROR.clone()
-    codes, scale = quantise(launcher, x)
-    gate = torch.randn(EXPERTS, d, generator=torch.Generator().manual_seed(2)).bfloat16()
-    router = Router(StreamLinear.bf16(gate), 2, 1.5)
-    at = torch.tensor([4, -1, 6])
-    choice = choose(launcher, x, router, SLOTS, error=error, workspace=space, positions=at)
-    found = mix_in_pairs(
-        launcher,
-        codes,
-        scale,
-        choice,
-        experts,
-        shared,
-        limit=None,
-        error=error,
-        dtype=torch.float32,
-    )
-    own = shared(launcher, codes, scale, limit=None, error=error, workspace=space).float()
+    made = Step(launcher, 64, 64, 3)
+    begun = made.begin(positions=torch.tensor([4, -1, 6]))
+    found, own = made.mix(begun, pool(W2Rows(64, 64), 5)), made.own().float()
     assert torch.equal(found[1], own[1])
     assert not torch.equal(found[0], own[0])
-    assert int(error) == 0
+    assert int(made.error) == 0
 
 
 def test_an_expert_without_a_slot_is_an_error(launcher: Emulator) -> None:
-    experts, shared = pool(W2Rows(64, 64), 5), shared_expert(64, 64)
-    x, ids, weights = step(1, 64)
-    codes, scale = quantise(launcher, x)
-    error = ERROR.clone()
-    slots = SLOTS.clone()
-    slots[ids[0, 1]] = -1
-    choice = given(launcher, ids, weights, slots, 64, error=error)
-    found = mix_in_pairs(launcher, codes, scale, choice, experts, shared, limit=None, error=error)
-    assert int(error) == 1
-    assert found.isnan().all()
+    made = Step(launcher, 64, 64, 1)
+    begun = made.begin(slots=torch.full_like(SLOTS, -1))
+    assert made.mix(begun, pool(W2Rows(64, 64), 5)).isnan().all()
+    assert int(made.error) == 1
 
 
-def test_other_formats_are_refused(launcher: Emulator) -> None:
-    experts, shared = pool(Nvfp4Rows(64, 64), 5), shared_expert(64, 64)
-    x, ids, weights = step(1, 64)
-    choice = given(launcher, ids, weights, SLOTS, 64, error=ERROR.clone())
-    codes, scale = quantise(launcher, x)
-    assert not fits(launcher, experts, shared)
-    with pytest.raises(UnsupportedError, match="nvfp4"):
-        mix_in_pairs(
-            launcher, codes, scale, choice, experts, shared, limit=None, error=ERROR.clone()
-        )
+def test_whole_models_fit_the_shared_memory_of_either_architecture(launcher: Emulator) -> None:
+    """Their shared experts stream; where it is small, not beside the routed ones."""
+    for d in (4096, 6144):
+        planes = torch.empty(2, 2048, d, dtype=torch.uint8, device="meta")
+        down = StreamLinear("fp8", planes[0].T, None, d, 2048, 1)
+        shared = SharedExpert(planes, torch.empty(2, 16, d // 128), down, 2048)
+        codes = torch.empty(0, d, dtype=torch.uint8)
+        options = {"limit": None, "error": ERROR, "workspace": None}
+        shared(launcher, codes, torch.empty(0, d // 128), **options)  # type: ignore[arg-type]
+        experts = ExpertPool(W2Rows(d, 2048), torch.empty(0), torch.empty(0))
+        assert fits(launcher, experts, shared) == (launcher.sm == 90 or d == 4096)

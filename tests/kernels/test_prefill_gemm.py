@@ -63,6 +63,8 @@ def test_nvfp4_experts_have_the_bits_of_the_decode_step(launcher: Emulator, d: i
         launcher, experts, x, ids, weights, slot_of, limit=10.0, error=error
     )
     assert torch.equal(found, decoded)
+    streamed = experts.mixture(launcher, x, ids, weights, slot_of, limit=10.0, error=error)
+    assert torch.equal(found, streamed)
     assert found.isfinite().all()
     assert int(error) == 0
 

@@ -59,8 +59,8 @@ DEVICE float power_of_two(int e) { return bits_float(static_cast<uint32_t>(e + 1
 
 // Power-of-two activation scale of the checkpoints' recipe: 2^ceil(log2(max(amax, 1e-4) / 448)).
 DEVICE int activation_exponent(float amax) {
-  uint32_t bits = float_bits(div_rn(amax < 1e-4f ? 1e-4f : amax, 448.0f));
-  return static_cast<int>(bits >> 23) - 127 + ((bits & 0x7FFFFFu) != 0);
+  uint32_t bits = float_bits(amax < 1e-4f ? 1e-4f : amax);  // 448 is 1.75 * 2^8
+  return static_cast<int>(bits >> 23) - 127 - 8 + ((bits & 0x7FFFFFu) > 0x600000u);
 }
 
 DEVICE float larger(float a, float b) { return a > b ? a : b; }

@@ -1,23 +1,41 @@
-// Routed experts and the shared one in one launch: some CTAs stream the one, the others the other,
-// each as stream_gemm.cuh does alone, so that the bits are the same and no SM is idle.
-#include "stream_gemm.cuh"
+// Launches in which some CTAs stream the shared expert and the others do what the routed experts need
+// meanwhile, each as its own kernel does alone, so that the bits are the same and no SM is idle: the
+// choice beside gate and up of the shared expert, then the routed ones' beside its down.
+#include "choose.cuh"
+
+struct BeginArgs {
+  ChooseArgs choose;
+  StreamArgs shared;  // fp8; its CTAs come after those that choose
+};
+
+template <int STAGES>
+DEVICE void begin(const BeginArgs& args) {
+  int cta = blockIdx.x, before = args.choose.ctas;
+  if (cta < before)
+    Choose(args.choose).run();
+  else
+    StreamGemm<FP8, 1, SWIGLU, STAGES, false, true>(args.shared, cta - before, gridDim.x - before).run();
+}
+KERNEL(THREADS, 1) pair_begin(GRID_CONSTANT BeginArgs args) { begin<4>(args); }
+LAUNCHABLE(pair_begin, BeginArgs, THREADS)
+KERNEL(THREADS, 1) pair_begin_small(GRID_CONSTANT BeginArgs args) { begin<1>(args); }
+LAUNCHABLE(pair_begin_small, BeginArgs, THREADS)
 
 struct PairArgs {
   StreamArgs routed, shared;  // the shared expert's weights are fp8
   int shared_ctas;            // the first ones: they have the larger items
 };
 
-#define STREAM(name, codec, epilogue, stages, quantise, ctas)                                        \
+#define STREAM(name, codec, stages, ctas)                                                           \
   KERNEL(THREADS, ctas) name(GRID_CONSTANT PairArgs args) {                                         \
     int cta = blockIdx.x, before = args.shared_ctas;                                                \
     if (cta < before)                                                                               \
-      StreamGemm<FP8, 1, epilogue, 2, quantise, true>(args.shared, cta, before).run();              \
+      StreamGemm<FP8, 1, STORE_BF16, 2, true, true>(args.shared, cta, before).run();                \
     else                                                                                            \
-      StreamGemm<codec, 1, epilogue, stages, quantise, true>(args.routed, cta - before, gridDim.x - before).run(); \
+      StreamGemm<codec, 1, SWIGLU, stages, false, true>(args.routed, cta - before, gridDim.x - before).run(); \
   }                                                                                                 \
   LAUNCHABLE(name, PairArgs, THREADS)
 
-STREAM(pair_w2_up, W2, SWIGLU, 3, false, 2)
-STREAM(pair_w2_down, W2, STORE_BF16, 3, true, 2)
-STREAM(pair_mxfp4_up, MXFP4, SWIGLU, 2, false, 2)
-STREAM(pair_mxfp4_down, MXFP4, STORE_BF16, 2, true, 2)
+STREAM(pair_w2, W2, 3, 2)
+STREAM(pair_mxfp4, MXFP4, 2, 2)
+STREAM(pair_nvfp4, NVFP4, 2, 2)

@@ -8,7 +8,7 @@
 // does not depend on the other rows, on the grid, or on who took the item.
 #pragma once
 #include "grid_sync.cuh"
-#include "mma.cuh"
+#include "nvfp4.cuh"
 
 constexpr int THREADS = 256;
 
@@ -19,10 +19,18 @@ struct alignas(16) Entry {
   int count;   // rows, at most 8 NT
 };
 
-// One matrix of a weight row: byte offsets of its planes in a segment, and of its row bases.
+// One matrix of a weight row: byte offsets of its planes in a segment, and of its row bases (NVFP4:
+// of its scale in a segment).
 struct Part {
   uint32_t codes, scales, bases;
 };
+
+// What kernels divide by, as factors for `divide`: a kernel that divides begins late.
+struct Inverses {
+  uint32_t slices, tiles, tiles_per_segment, segment_stages, x_divisor, ctas;
+};
+// Rounded down. inverse: ceil(2^32 / d), 0 for d = 1; exact while a * d < 2^32.
+DEVICE int divide(int a, uint32_t inverse) { return inverse ? static_cast<int>(uint64_t(uint32_t(a)) * inverse >> 32) : a; }
 
 struct StreamArgs {
   const uint8_t* weights;
@@ -58,6 +66,7 @@ struct StreamArgs {
   int early;              // entries were written before the previous kernel: may prefetch at once
   float swiglu_limit;
   Masks masks;
+  Inverses inverse;
 };
 
 // A place in the run of items (entry, tile, slice), slice fastest. Steps without division.
@@ -66,11 +75,11 @@ struct Cursor {
 
   DEVICE void seek(const StreamArgs& p, int to) {
     item = to;
-    slice = to % p.slices;
-    int tiles_before = to / p.slices;
-    entry = tiles_before / p.tiles;
+    int tiles_before = divide(to, p.inverse.slices);
+    slice = to - tiles_before * p.slices;
+    entry = divide(tiles_before, p.inverse.tiles);
     int tile = tiles_before - entry * p.tiles;
-    segment = tile / p.tiles_per_segment;
+    segment = divide(tile, p.inverse.tiles_per_segment);
     in_segment = tile - segment * p.tiles_per_segment;
   }
   // unit: 1 or, when tiles and tiles_per_segment are even and slices is 1, 2.
@@ -99,9 +108,10 @@ enum ErrorBit { INVALID_SLOT = 1, INVALID_COUNT = 2 };
 template <int CODEC, int NT, int EPILOGUE, int STAGES, bool QUANTISE, bool OVERLAP>
 struct StreamGemm {
   static constexpr int CPS = chunks_per_stage(CODEC);
-  static constexpr int WORDS = chunk_bytes(CODEC) / 512;  // uint4 of a lane in a chunk
+  static constexpr int CODE_BYTES = CODEC == NVFP4 ? 1024 : chunk_bytes(CODEC);
+  static constexpr int WORDS = CODE_BYTES / 512;          // uint4 of a lane in a chunk
   static constexpr bool SCALED = CODEC != BF16;           // activations carry scales
-  static constexpr int SCALE_WORDS = has_scale_plane(CODEC) ? CPS / 2 : CODEC == FP8 ? CPS : 0;
+  static constexpr int SCALE_WORDS = has_scale_plane(CODEC) ? CPS / 2 : CODEC == BF16 ? 0 : CPS;
   static constexpr int STAGE_BYTES = CPS * WORDS * 16 + SCALE_WORDS * 4 + (has_scale_plane(CODEC) ? 4 : 0);
   static constexpr int MAX_ROWS = 8 * NT;
   // Instances for few experts only ever share items, and save the registers of a second half.
@@ -116,6 +126,7 @@ struct StreamGemm {
   int stages_per_segment, slice_stages, first_item, last_item;
   int cta, ctas;          // this one's number among those that divide the items
 
+  float tensor_scale;     // NVFP4: of this warp's matrix and entry
   int parity;             // of the item, for buffers that two items may use at once
   bool shared;            // the warpgroups take halves of the same items
 
@@ -134,7 +145,7 @@ struct StreamGemm {
     warp = uniform & 3;
     group = uniform >> 2;
     stages_per_segment = (p.chunks + CPS - 1) / CPS;
-    slice_stages = p.segments * stages_per_segment / p.slices;
+    slice_stages = divide(p.segments * stages_per_segment, p.inverse.slices);
     uint8_t* shared = dynamic_shared();
     activations = shared;
     x_scales = reinterpret_cast<float*>(shared + NT * slice_stages * CPS * 1024);
@@ -165,21 +176,25 @@ struct StreamGemm {
     const Part& part = p.parts[EPILOGUE == SWIGLU ? warp >> 1 : 0];
     int row_tile = EPILOGUE == SWIGLU ? next.in_segment * 2 + (warp & 1) : next.in_segment * 4 + warp;
     const uint8_t* row = row_start + next.segment * uint64_t(p.segment_stride);
-    codes = row + part.codes + uint64_t(row_tile) * (p.chunks * chunk_bytes(CODEC));
+    codes = row + part.codes + uint64_t(row_tile) * (p.chunks * CODE_BYTES);
     if constexpr (has_scale_plane(CODEC)) {
       scales = row + part.scales + row_tile * ((p.chunks + 1) / 2 * 128) - lane * 12;
       bases = base_start + next.segment * p.base_segment_stride + part.bases + row_tile * 16 + base_row() / 4 * 4;
+    } else if constexpr (CODEC == NVFP4) {
+      scales = row + part.scales + row_tile * (p.chunks * 128) - lane * 12;
     } else if constexpr (CODEC == FP8) {
       scales = base_start + part.bases + row_tile / 8 * (p.chunks * 4);
     }
     next_stage = first_stage();
     int s = next.slice * slice_stages + next_stage;
-    int segment = s / stages_per_segment;
+    int segment = divide(s, p.inverse.segment_stages);
     next_in_segment = s - segment * stages_per_segment;
-    codes += segment * uint64_t(p.segment_stride) + next_in_segment * (CPS * chunk_bytes(CODEC));
+    codes += segment * uint64_t(p.segment_stride) + next_in_segment * (CPS * CODE_BYTES);
     if constexpr (has_scale_plane(CODEC)) {
       scales += segment * uint64_t(p.segment_stride) + next_in_segment * (CPS / 2 * 128);
       bases += segment * uint64_t(p.base_segment_stride);
+    } else if constexpr (CODEC == NVFP4) {
+      scales += segment * uint64_t(p.segment_stride) + next_in_segment * (CPS * 128);
     } else if constexpr (CODEC == FP8) {
       scales += next_in_segment * (CPS * 4);
     }
@@ -191,12 +206,13 @@ struct StreamGemm {
   // Copies the producer's stage into ring place s, then steps. Commits a group in any case.
   DEVICE void produce(int s) {
     if (next.item < last_item && first_stage() < end_stage()) {
+      if (next_stage == end_stage()) aim();
       uint8_t* to = ring_stage(s) + tid * 16;
       int left = p.chunks - next_in_segment * CPS;
 #pragma unroll
       for (int i = 0; i < CPS * WORDS; i++)
         copy16(to + i * (16 * THREADS), codes + i * 512, i / WORDS < left);
-      codes += CPS * chunk_bytes(CODEC);
+      codes += CPS * CODE_BYTES;
       uint8_t* words = ring_stage(s) + CPS * WORDS * 16 * THREADS + tid * 4;
       if constexpr (has_scale_plane(CODEC)) {
 #pragma unroll
@@ -204,25 +220,25 @@ struct StreamGemm {
           copy4(words + i * (4 * THREADS), scales + i * 128, 2 * i < left);
         copy4(words + SCALE_WORDS * (4 * THREADS), bases, true);
         scales += CPS / 2 * 128;
-      } else if constexpr (CODEC == FP8) {
+      } else if constexpr (SCALE_WORDS > 0) {
+        constexpr int APART = CODEC == FP8 ? 4 : 128;
 #pragma unroll
-        for (int i = 0; i < SCALE_WORDS; i++) copy4(words + i * (4 * THREADS), scales + i * 4, i < left);
-        scales += CPS * 4;
+        for (int i = 0; i < SCALE_WORDS; i++) copy4(words + i * (4 * THREADS), scales + i * APART, i < left);
+        scales += CPS * APART;
       }
       if (++next_in_segment == stages_per_segment) next_segment();
-      if (++next_stage == end_stage()) {
-        next.step(p, shared_items() ? 1 : 2);
-        if (next.item < last_item) aim();
-      }
+      if (++next_stage == end_stage()) next.step(p, shared_items() ? 1 : 2);
     }
     commit_copies();
   }
   DEVICE void next_segment() {
     next_in_segment = 0;
-    codes += uint64_t(p.segment_stride) - stages_per_segment * (CPS * chunk_bytes(CODEC));
+    codes += uint64_t(p.segment_stride) - stages_per_segment * (CPS * CODE_BYTES);
     if constexpr (has_scale_plane(CODEC)) {
       scales += uint64_t(p.segment_stride) - stages_per_segment * (CPS / 2 * 128);
       bases += p.base_segment_stride;
+    } else if constexpr (CODEC == NVFP4) {
+      scales += uint64_t(p.segment_stride) - stages_per_segment * (CPS * 128);
     }
   }
 
@@ -231,22 +247,28 @@ struct StreamGemm {
     return p.pairs ? p.pairs[place] : place;
   }
 
-  // Puts the entry's rows, columns of one slice, into shared memory as the B operand.
+  // Puts the entry's rows, columns of one slice, into shared memory as the B operand. What no row
+  // fills is left as it is: a matrix instruction keeps its columns apart.
   DEVICE void load_activations(const Entry& t, int slice) {
-    const int blocks = slice_stages * CPS * 4;  // of 32 bytes a row
-    for (int i = tid; i < blocks * MAX_ROWS; i += THREADS) {
-      int token = i & (MAX_ROWS - 1), block = i / MAX_ROWS;
+    int spread = 0;  // 2^spread tokens of a block lie side by side
+    while (1 << spread < t.count) spread++;
+    const int blocks = (slice_stages * CPS * 4) << spread;  // of 32 bytes of a row
+    const int rounded = QUANTISE ? (blocks + 31) & ~31 : blocks;  // whole warps reach the shuffles
+    for (int i = tid; i < rounded; i += THREADS) {
+      int token = i & ((1 << spread) - 1), block = i >> spread;
       uint8_t* to = activations + (token >> 3) * (slice_stages * CPS * 1024) + block * 256 + (token & 7) * 16;
       // Columns of a slice in bytes of x; segments are adjacent in x without their padding.
-      int stage = slice * slice_stages + block / (4 * CPS), segment = stage / stages_per_segment;
+      int stage = slice * slice_stages + block / (4 * CPS), segment = divide(stage, p.inverse.segment_stages);
       int in_segment = (stage - segment * stages_per_segment) * 4 * CPS + block % (4 * CPS);
-      bool valid = token < t.count && in_segment < p.chunks * 4;
+      bool valid = i < blocks && token < t.count && in_segment < p.chunks * 4;
       int column = (segment * p.chunks * 4 + in_segment) * (CODEC == BF16 ? 16 : 32);
       valid = valid && column < p.k;
       uint4 a = {0, 0, 0, 0}, b = a;
-      int row = valid ? source_row(t, token) / p.x_divisor : 0;
+      int row = valid ? divide(source_row(t, token), p.inverse.x_divisor) : 0;
       if constexpr (QUANTISE) {
-        quantise_block(valid, row, column, token, block, a, b);
+        int exponent = quantise_block(valid, row, column, 1 << spread, a, b);
+        if (i >= blocks) break;
+        if ((block & 3) == 0) x_scales[(block >> 2) * MAX_ROWS + token] = power_of_two(exponent);
       } else if (valid) {
         const uint8_t* from = static_cast<const uint8_t*>(p.x) +
                               (uint64_t(row) * p.ld_x + column) * (CODEC == BF16 ? 2 : 1);
@@ -269,17 +291,18 @@ struct StreamGemm {
     }
   }
 
-  // 32 bf16 of a row -> e4m3; the four lanes with a row's 128 columns share its scale.
-  DEVICE void quantise_block(bool valid, int row, int column, int token, int block, uint4& a, uint4& b) {
+  // 32 bf16 of a row -> e4m3; the four lanes with a row's 128 columns share its scale. apart: of two
+  // such lanes. Returns the scale's exponent.
+  DEVICE int quantise_block(bool valid, int row, int column, int apart, uint4& a, uint4& b) {
     static_assert(!QUANTISE || MAX_ROWS == 8, "the four lanes lie in one warp");
     uint32_t words[16];
     load_bf16x32(static_cast<const uint16_t*>(p.x) + uint64_t(row) * p.ld_x + column, valid, words);
     float amax = largest_of(words);
-    amax = larger(amax, shuffle_xor(amax, 8));
-    amax = larger(amax, shuffle_xor(amax, 16));
+    amax = larger(amax, shuffle_xor(amax, apart));
+    amax = larger(amax, shuffle_xor(amax, 2 * apart));
     int e = activation_exponent(amax);
     quantise_words(words, power_of_two(-e), a, b);
-    if ((block & 3) == 0) x_scales[(block >> 2) * MAX_ROWS + token] = power_of_two(e);
+    return e;
   }
 
   // part[NT][4] times the scales of chunk c is added to sum.
@@ -323,6 +346,11 @@ struct StreamGemm {
         codes_words[4 * i] = v.x, codes_words[4 * i + 1] = v.y;
         codes_words[4 * i + 2] = v.z, codes_words[4 * i + 3] = v.w;
       }
+      if constexpr (CODEC == NVFP4) {
+        nvfp4_chunk(codes_words, words[c * THREADS], b_advance(b, c * 1024), part[0]);
+        fold(sum, part[0], stage * CPS + c, 1.0f);
+        continue;
+      }
       RowScale scale = {0, 0, 0};
       if constexpr (has_scale_plane(CODEC)) {
         if (c % 2 == 0) {
@@ -354,15 +382,15 @@ struct StreamGemm {
         fold(sum, part[done % BUFFERS], stage * CPS + done, CODEC == FP8 ? weight_scale[done] : 1.0f);
       }
     }
-    if constexpr (OVERLAP) {
+    if constexpr (OVERLAP && CODEC != NVFP4) {
       mma_wait<0>();
       fold(sum, part[(CPS - 1) % BUFFERS], stage * CPS + CPS - 1, CODEC == FP8 ? weight_scale[CPS - 1] : 1.0f);
     }
   }
 
-  // Rows g and g + 8 get their base's power of two; the sum joins the total.
+  // Rows g and g + 8 get their base's power of two, or the matrix's scale; the sum joins the total.
   DEVICE void close_segment(float* total, float* sum, uint32_t base) const {
-    float f0 = row_factor<CODEC>(base), f1 = f0;
+    float f0 = CODEC == NVFP4 ? tensor_scale : row_factor<CODEC>(base), f1 = f0;
 #if MOET_SM == 90
     if constexpr (has_scale_plane(CODEC)) {
       f0 = row_factor<CODEC>(shuffle(base, lane & ~3));
@@ -373,7 +401,7 @@ struct StreamGemm {
     for (int n = 0; n < NT; n++) {
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        total[4 * n + i] += sum[4 * n + i] * (i < 2 ? f0 : f1);  // a power of two: no rounding
+        total[4 * n + i] = fma_rn(sum[4 * n + i], i < 2 ? f0 : f1, total[4 * n + i]);
         sum[4 * n + i] = 0.0f;
       }
     }
@@ -382,17 +410,20 @@ struct StreamGemm {
   DEVICE bool valid(const Entry& t) const {
     return t.slot >= 0 && t.slot < p.num_slots && t.count >= 0 && t.count <= MAX_ROWS;
   }
-  DEVICE void report(const Entry& t) const {
+  DEVICE void report(const Entry& t, float* total) const {
     bool slot = t.slot < 0 || t.slot >= p.num_slots;
     if (tid == 0) atomic_or(p.error, slot ? INVALID_SLOT : INVALID_COUNT);
     trap_in_debug();
+#pragma unroll
+    for (int i = 0; i < 4 * NT; i++) total[i] = bits_float(0x7FC00000u);
   }
 
   DEVICE void run() {
-    if (!p.entries || p.early) start();
+    if (p.entries && !p.early) wait_for_previous_kernel();
+    start();
     wait_for_previous_kernel();
     let_next_kernel_start();
-    if (p.entries && !p.early) start();
+    bool fine = true;
     int loaded = -1, place = 0;
     parity = 0;
 #pragma unroll 1
@@ -401,7 +432,12 @@ struct StreamGemm {
       if (at.entry * p.slices + slice != loaded) {
         loaded = at.entry * p.slices + slice;
         Entry t = entry(at.entry);
+        fine = valid(t);
         if (t.count > MAX_ROWS) t.count = MAX_ROWS;
+        if constexpr (CODEC == NVFP4) {
+          uint64_t at = (fine ? t.slot : 0) * p.row_stride + p.parts[EPILOGUE == SWIGLU ? warp >> 1 : 0].bases;
+          tensor_scale = *reinterpret_cast<const float*>(p.weights + at);
+        }
         sync_threads();  // the last item's activations are no longer read
         load_activations(t, slice);
         fence_shared_for_matrix_units();
@@ -435,7 +471,7 @@ struct StreamGemm {
       }
 #pragma unroll
       for (int i = 0; i < 4 * NT; i++) sum[i] = shared_items() ? halves[0][i] : halves[1][i];
-      finish(at, sum);
+      finish(at, fine, sum);
       parity ^= 1;
     }
     wait_copies<0>();
@@ -452,28 +488,29 @@ struct StreamGemm {
     return at;
   }
 
+  DEVICE int share(int of) const { return divide(of, p.inverse.ctas); }
+
   // Divides the items among CTAs, as single items or in pairs (of one entry), whichever ends sooner.
   DEVICE void start() {
     int items = num_items(), pairs = items / 2;
-    shared = ALWAYS_SHARED || p.tiles_per_segment % 2 != 0 || p.slices != 1 || 2 * ((pairs + ctas - 1) / ctas) > (items + ctas - 1) / ctas;
+    shared = ALWAYS_SHARED || p.tiles_per_segment % 2 != 0 || p.slices != 1 || 2 * share(pairs + ctas - 1) > share(items + ctas - 1);
     int unit = shared_items() ? 1 : 2, units = items / unit;
-    first_item = static_cast<int>(int64_t(units) * cta / ctas) * unit;
-    last_item = static_cast<int>(int64_t(units) * (cta + 1) / ctas) * unit;
+    int each = share(units), more = units - each * ctas;  // CTAs that take one more than each
+    first_item = (each * cta + (cta < more ? cta : more)) * unit;
+    last_item = first_item + (each + (cta < more)) * unit;
     next.seek(p, my_first_item());
+    next_stage = end_stage();
     aimed_entry = -1;
-    if (next.item < last_item) aim();
 #pragma unroll 1
     for (int s = 0; s < STAGES; s++) produce(s);
   }
 
   // Adds the two warpgroups' totals and stores the item's outputs.
-  DEVICE void finish(const Cursor& at, float* total) {
+  DEVICE void finish(const Cursor& at, bool fine, float* total) {
     Entry t = entry(at.entry);
-    if (!valid(t)) {
-      report(t);
+    if (!fine) {
+      report(t, total);
       if (t.count > MAX_ROWS) t.count = MAX_ROWS;
-#pragma unroll
-      for (int i = 0; i < 4 * NT; i++) total[i] = bits_float(0x7FC00000u);
     }
     // Two items may be in flight, hence parity; a slot is read by the thread that it is meant for.
     const int stride = shared_items() ? 128 : 64;
@@ -550,7 +587,7 @@ struct StreamGemm {
     uint32_t* arrived = reinterpret_cast<uint32_t*>(reduction + parity * NT * 512);
     sync_warpgroup(group);  // everybody's stores lie behind the thread that counts
     if (tid == 0) {
-      uint32_t* counter = p.counters + at.item / p.slices;
+      uint32_t* counter = p.counters + divide(at.item, p.inverse.slices);
       *arrived = add_ordered(counter, 1);
       if (*arrived + 1 == static_cast<uint32_t>(p.slices)) *counter = 0;
     }
