@@ -21,7 +21,7 @@ score() { # NAME FOLDER JOBS SECONDS
 
 train() { # SECONDS, more flags
   CUDA_VISIBLE_DEVICES=0 OMP_NUM_THREADS=4 "$python" -m bench.train_demo.train "$family" \
-    --size narrow --checkpoint "moet/demo/$family" --total "$1" --seconds "$1" \
+    --size narrow --checkpoint "moet/demo/$family" --total 9999 --seconds "$1" \
     --state "$state/$family" --out "$out" --workers "$workers" "${@:2}" >>"$out/$family.log" 2>&1
 }
 

@@ -35,7 +35,7 @@ from bench.train_demo.snapshot import load_snapshot, save_snapshot, write_parts
 from bench.train_demo.tokenizer import Family
 from bench.train_demo.v4 import V4, fill_hash_tables
 
-DRAFT_WEIGHT = 0.3
+DRAFT_WEIGHT = 0.4
 LONG_SHARE = 0.15  # of conversations in long rows
 LONG_FROM, ROUNDED_FROM = 0.5, 0.82  # progress
 BIAS_STEP = 2e-3  # of the router biases, decayed with the learning rate

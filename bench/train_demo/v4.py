@@ -29,6 +29,7 @@ from moet.kernels.rope import Yarn, rope_frequencies
 from moet.models.deepseek_v4_config import DeepseekV4Config
 
 NEVER = -1e9  # a logit that takes no part
+CHAINED_SHARE = 0.4  # of the draft loss, for drafts that stand on drafts
 
 
 class Compressor(nn.Module):
@@ -418,6 +419,10 @@ class V4(nn.Module):
         main = token_loss(self.logits(streams), after, weights[:, 1:-1])
         drafted, load = self.draft(after, streams)
         draft = token_loss(self.draft_logits(drafted), ids[:, 2:], weights[:, 2:])
+        # A second draft goes on from the first one's streams, a position further.
+        again, _ = self.draft(after, F.pad(drafted[:, :-1], (0, 0, 0, 0, 1, 0)))
+        chained = token_loss(self.draft_logits(again), ids[:, 2:], weights[:, 2:])
+        draft = (1 - CHAINED_SHARE) * draft + CHAINED_SHARE * chained
         return Losses(main, draft, index, weights[:, 1:-1].sum(), [*loads, load])
 
 
