@@ -14,6 +14,7 @@ import json
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -25,6 +26,8 @@ from moet.config import ModelSettings
 from moet.kernels import device_moe, prefill_gemm, stream_experts
 from moet.kernels.device_gemm import Device
 from moet.kernels.quant import Activations
+from moet.kernels.stream_experts import ExpertPool
+from moet.kernels.stream_gemm import Launcher
 from moet.models.base import ForwardInput
 from moet.models.deepseek_v4 import DeepseekV4
 from moet.models.dummy import DummyOptions
@@ -74,8 +77,117 @@ def watch(model: DeepseekV4, kept: Kept) -> None:
         layer.ffn = Recorder(f"{n}.ffn", layer.ffn, kept)
 
 
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """What a call of prefill_gemm.mixture got, and the hidden values that it made."""
+
+    launcher: Launcher
+    pool: ExpertPool
+    x: Tensor
+    expert_ids: Tensor
+    weights: Tensor
+    slot_of: Tensor
+    limit: float | None
+    error: Tensor
+    hidden: Tensor
+
+    def streamed(self, tokens: Tensor) -> Tensor:
+        """The same hidden values of some tokens by the streaming kernel, a token at a time."""
+        found = []
+        for token in tokens.tolist():
+            one = slice(token, token + 1)
+            codes, scale = stream_experts.quantise(self.launcher, self.x[one].contiguous())
+            ids = self.expert_ids[one].contiguous()
+            work = stream_experts.plan(self.launcher, ids, self.slot_of, error=self.error)
+            found.append(
+                self.pool.gate_up(
+                    self.launcher,
+                    codes,
+                    scale,
+                    work,
+                    top_k=ids.shape[1],
+                    pair_weight=self.weights[one].contiguous(),
+                    limit=self.limit,
+                    error=self.error,
+                )
+            )
+        return torch.cat(found)
+
+    def alone(self, tokens: Tensor, choices: Tensor) -> Tensor:
+        """Hidden values of these tokens' one expert, in a launch that has nothing else."""
+        ids = self.expert_ids[tokens, choices].unsqueeze(1)
+        rows = prefill_gemm.entry_rows(self.launcher, "w2")
+        work = prefill_gemm.plan_rows(ids, self.slot_of, rows)
+        x = self.x[tokens].contiguous()
+        tiles = prefill_gemm.make_tiles(self.launcher, x, work=work, top_k=1)
+        weights = self.weights[tokens, choices].contiguous()
+        return prefill_gemm.gate_up(
+            self.launcher,
+            self.pool,
+            tiles,
+            work,
+            pair_weight=weights,
+            limit=self.limit,
+            error=self.error,
+        )
+
+
+class Mixtures:
+    """Stands before prefill_gemm.mixture and keeps what it got."""
+
+    def __init__(self, call: Callable[..., Tensor], kept: Kept, calls: list[Mixture]) -> None:
+        self.call, self.kept, self.calls = call, kept, calls
+
+    def __call__(self, launcher: Any, pool: Any, *args: Any, **kwargs: Any) -> Tensor:
+        result = self.call(launcher, pool, *args, **kwargs)
+        hidden = next(v for name, v in reversed(self.kept) if name.startswith("moe.gate_up"))
+        limit, error = kwargs["limit"], kwargs["error"]
+        self.calls.append(Mixture(launcher, pool, *args, limit, error, hidden))
+        return result
+
+
+def explain(whole: Mixture, part: Mixture, first: int) -> Results | None:
+    """Which of two launches made a row that differs, right or wrong, and what its tile was.
+
+    first: token of `whole` that is the part's first.
+    """
+    top_k = part.expert_ids.shape[1]
+    other = whole.hidden[first * top_k :][: len(part.hidden)]
+    rows = (part.hidden != other).any(1).nonzero().flatten()
+    if not len(rows):
+        return None
+    found: Results = {"rows": rows.tolist()[:8]}
+    tokens, choices = (rows // top_k)[:4], (rows % top_k)[:4]
+    right = part.streamed(tokens)[torch.arange(len(tokens), device=rows.device) * top_k + choices]
+    for name, made in (("part", part.hidden[rows[:4]]), ("whole", other[rows[:4]])):
+        found[f"{name}: values that differ from streams"] = (made != right).sum(1).tolist()
+    unequal = (part.hidden[rows[0]] != other[rows[0]]).nonzero().flatten()
+    for name, made in (
+        ("stream", right[0]),
+        ("part", part.hidden[rows[0]]),
+        ("whole", other[rows[0]]),
+    ):
+        found[f"{name} at {unequal[:8].tolist()}"] = made[unequal[:8]].tolist()
+    expert = int(part.expert_ids[tokens[0], choices[0]])
+    for name, call, shift in (("part", part, 0), ("whole", whole, first)):
+        pairs = (call.expert_ids.flatten() == expert).nonzero().flatten()
+        at = (pairs == rows[0] + shift * top_k).nonzero().flatten().tolist()
+        found[f"{name}: tokens of expert {expert}, place"] = [len(pairs), at]
+    pairs = (whole.expert_ids.flatten() == expert).nonzero().flatten()
+    of, which = pairs // top_k, pairs % top_k
+    exact = whole.streamed(of)[torch.arange(len(of), device=rows.device) * top_k + which]
+    wrong = {}
+    for count in range(1, len(of) + 1):
+        made = whole.alone(of[:count], which[:count])
+        bad = (made != exact[:count]).any(1).nonzero().flatten().tolist()
+        if bad:
+            wrong[count] = bad[:6]
+    found["wrong rows by number of tokens, alone"] = wrong or "none"
+    return found
+
+
 @contextmanager
-def watching_experts(kept: Kept) -> Iterator[None]:
+def watching_experts(kept: Kept, calls: list[Mixture]) -> Iterator[None]:
     """Record what the parts of the experts' layer return, too."""
     places = [
         (device_moe, "route"),
@@ -88,6 +200,7 @@ def watching_experts(kept: Kept) -> Iterator[None]:
     held = [(place, name, getattr(place, name)) for place, name in places]
     for place, name, call in held:
         setattr(place, name, Recorder(f"moe.{name}", call, kept))
+    prefill_gemm.mixture = Mixtures(prefill_gemm.mixture, kept, calls)  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -173,6 +286,7 @@ class Trial:
         assert isinstance(made.model, DeepseekV4)
         self.model, self.experts = made.model, made.experts
         self.kept: Kept = []
+        self.calls: list[Mixture] = []
         watch(self.model, self.kept)
         sizes = {"paged": 12, "ring": 2}
         self.kv = {
@@ -189,6 +303,7 @@ class Trial:
     def run(self, first: int, last: int) -> Kept:
         soil()
         self.kept.clear()
+        self.calls = []
         inputs = ForwardInput(
             token_ids=self.ids[first:last],
             positions=torch.arange(first, last),
@@ -198,7 +313,7 @@ class Trial:
             seq_lens=(last,),
             logits_indices=torch.tensor([last - first - 1]),
         )
-        with watching_experts(self.kept):
+        with watching_experts(self.kept, self.calls):
             logits = self.model.forward(inputs, self.kv, self.experts).logits
         self.kept.append(("logits", logits))
         torch.cuda.synchronize()
@@ -213,7 +328,7 @@ class Trial:
 
     def borders(self, total: int, sizes: tuple[int, ...]) -> Results:
         before = self.state()
-        whole = self.run(0, total)
+        whole, whole_calls = self.run(0, total), self.calls
         after = self.state()
         self.restore(before)
         found: Results = {"whole twice": compare(self.run(0, total), whole, slice(0, total), total)}
@@ -222,9 +337,13 @@ class Trial:
         start = 0
         for size in sizes:
             end, middle = start + size, self.state()
-            part = self.run(start, end)
+            part, calls = self.run(start, end), self.calls
             done = self.state()
             found[f"{start}..{end}"] = compare(part, whole, slice(start, end), total)
+            told = None
+            for a, b in zip(whole_calls, calls, strict=True) if calls else ():
+                told = told or explain(a, b, start)
+            found[f"{start}..{end} experts"] = told
             self.restore(middle)
             again = compare(self.run(start, end), part, slice(0, size), size)
             found[f"{start}..{end} twice"] = again
