@@ -13,9 +13,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from moet.kernels import decode_experts, prefill_gemm
+from moet.kernels import decode_experts, paired_experts, prefill_gemm
 from moet.kernels.build import VARIANTS
 from moet.kernels.cubin import Kernels
+from moet.kernels.decode_experts import Router
 from moet.kernels.layout import ExpertRows, Mxfp4Rows, W2Rows
 from moet.kernels.nvfp4_rows import Nvfp4Rows
 from moet.kernels.stream_experts import ExpertPool, SharedExpert, Work, combine, quantise
@@ -119,6 +120,36 @@ def shared(kernels: Kernels, error: Tensor) -> None:
     same(kernels, error, found, streamed)
 
 
+def pairs(kernels: Kernels, error: Tensor) -> None:
+    """A step whose shared expert runs beside the choice and the routed ones."""
+
+    def matrix(n: int, k: int) -> tuple[Tensor, Tensor]:
+        weight = torch.randn(n, k).to(torch.float8_e4m3fn)
+        return weight, torch.full((-(-n // 128), -(-k // 128)), 2.0**-4)
+
+    i, d, t = INTERMEDIATE, HIDDEN, 8
+    pool = pool_of(W2Rows(d, i))
+    expert = SharedExpert.fp8(matrix(i, d), matrix(i, d), matrix(d, i)).to("cuda")
+    router = Router(StreamLinear.bf16(torch.randn(EXPERTS, d).bfloat16()).to("cuda"), 2, 1.5)
+    space = Workspace(
+        torch.empty(1 << 16, device="cuda"), torch.zeros(64, dtype=torch.int32).cuda()
+    )
+    x, slot_of = torch.randn(t, d).bfloat16().cuda(), torch.arange(EXPERTS).cuda()
+    codes, scale = quantise(kernels, x)
+    begun = paired_experts.begin(
+        kernels, x, codes, scale, router, slot_of, expert, limit=10.0, error=error, workspace=space
+    )
+    found = paired_experts.mix_in_pairs(
+        kernels, codes, scale, begun, pool, expert, limit=10.0, error=error, dtype=torch.float32
+    )
+    own = expert(kernels, codes, scale, limit=10.0, error=error, workspace=space)
+    chosen = begun.choice
+    expected = pool.mixture(
+        kernels, x, chosen.expert_ids, chosen.weights, slot_of, limit=10.0, error=error, shared=own
+    )
+    same(kernels, error, found, expected)
+
+
 CASES: dict[str, Callable[[Kernels, Tensor], None]] = {
     "w2": partial(experts, kind=W2Rows),
     "mxfp4": partial(experts, kind=Mxfp4Rows),
@@ -126,6 +157,7 @@ CASES: dict[str, Callable[[Kernels, Tensor], None]] = {
     "fp8": partial(dense, codec="fp8", n=192, k=1024),
     "bf16": partial(dense, codec="bf16", n=72, k=512),
     "shared": shared,
+    "pairs": pairs,
 }
 
 

@@ -10,7 +10,7 @@ python=${PYTHON:-python3}
 out=${1:-build/sanitize}
 mkdir -p "$out"
 if [ ! -f build/cubins-debug/MANIFEST.json ]; then
-  $python -m moet.kernels.build --debug --arch sm90a moe stream_gemm moe_decode prefill_gemm || exit 1
+  $python -m moet.kernels.build --debug --arch sm90a moe stream_gemm moe_decode moe_pair prefill_gemm || exit 1
 fi
 failed=0
 for tool in memcheck racecheck synccheck; do
