@@ -14,7 +14,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from moet.runtime.acceptance import Purpose, draw, verify
+from moet.kernels.sampling import Purpose, SamplingOps
 from moet.runtime.grammar import WORD_BITS
 from moet.runtime.sampling_params import MAX_LOGPROBS
 from moet.runtime.slot_tensors import SlotTensors
@@ -55,12 +55,17 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """Drafts of n rows' tokens: token_ids [n] int64, the distributions that they were drawn from,
-    probs [n, num_token_ids] fp32, and which rows have one, there [n] bool."""
+    """Drafts of n rows' tokens: token_ids [n] int64; the distributions that drafts were drawn from,
+    probs [m, num_token_ids] fp32, and the places of these rows' among them [n] int64; and which
+    rows have a draft, there [n] bool."""
 
     token_ids: Tensor
     probs: Tensor
+    places: Tensor
     there: Tensor
+
+
+REFERENCE = SamplingOps.bind("reference")
 
 
 def choose(
@@ -72,6 +77,7 @@ def choose(
     kind: Kind,
     drafted: Drafted | None = None,
     ahead: Tensor | None = None,
+    ops: SamplingOps = REFERENCE,
 ) -> Drawn:
     """The next token of each row; the state stays as it is.
 
@@ -85,14 +91,26 @@ def choose(
     if kind == Kind.GREEDY:
         best, token_ids = logits.max(-1)  # documented to take the first of equals
         return Drawn(token_ids, ~(best < torch.inf))
-    is_bad = ~(logits.amax(-1) < torch.inf)
     scores = logits
     if kind == Kind.FULL:
         scores = _adjust(state, logits, slots, positions, masks, ahead)
-    top, token_ids = scores.max(-1, keepdim=True)
-    temperature = state.temperature[slots][:, None]
-    drawn = _draw(state, scores, top, slots, positions, kind, drafted)
-    token_ids = torch.where(temperature > 0, drawn[:, None], token_ids)[:, 0]
+    weights, token_ids, is_bad = _weights(state, scores, slots, kind, ops)
+    if kind == Kind.FULL:  # adjusting may hide what is no number
+        is_bad = ~(logits.amax(-1) < torch.inf)
+    seeds = state.seed[slots]
+    if drafted is None:
+        drawn = ops.draw_weights(weights, seeds, positions)
+    else:
+        drawn = ops.verify_weights(
+            weights,
+            drafted.probs,
+            drafted.places,
+            drafted.token_ids,
+            drafted.there,
+            seeds,
+            positions,
+        )
+    token_ids = torch.where(state.temperature[slots] > 0, drawn, token_ids)
     if kind == Kind.FULL:
         thinking, left = _thinking(state, slots, ahead)
         must_end = thinking & (left <= 0)
@@ -155,7 +173,12 @@ def _adjust(
 
 
 def propose(
-    state: SlotTensors, logits: Tensor, slots: Tensor, positions: Tensor, kind: Kind
+    state: SlotTensors,
+    logits: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    kind: Kind,
+    ops: SamplingOps = REFERENCE,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Drafts as SamplerState.propose draws them; the state stays as it is.
 
@@ -166,77 +189,32 @@ def propose(
     scores = logits[:, : state.num_token_ids]
     if kind != Kind.PLAIN:
         scores = scores + state.bias[slots][:, : state.num_token_ids]
-    top, best = scores.max(-1, keepdim=True)
-    plain, ranked = _weights(state, scores, top, slots, kind)
-    probs = plain if ranked is None else ranked.by_token(plain)
-    drawn = draw(probs, counter_uniform(state.seed[slots], positions, Purpose.DRAFT))
-    token_ids = torch.where(state.temperature[slots] > 0, drawn, best[:, 0])
-    return token_ids, top[:, 0] < torch.inf, probs
-
-
-@dataclass(frozen=True, slots=True)
-class _Ranked:
-    """What top_k, top_p and min_p leave: weights [n, num_token_ids] fp32 of ids in descending
-    order. needed: [n] bool, rows whose parameters ask for it."""
-
-    ids: Tensor
-    weights: Tensor
-    needed: Tensor
-
-    def by_token(self, plain: Tensor) -> Tensor:
-        """The same in the order of the ids; of rows that do not need it, the plain weights."""
-        ordered = torch.zeros_like(plain).scatter(-1, self.ids, self.weights)
-        return torch.where(self.needed[:, None], ordered, plain)
-
-
-def _draw(
-    state: SlotTensors,
-    scores: Tensor,
-    top: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    kind: Kind,
-    drafted: Drafted | None,
-) -> Tensor:
-    """Step 9. A row takes one of the two ways by its own parameters alone."""
-    seeds = state.seed[slots]
-    uniform = counter_uniform(seeds, positions)
-    plain, ranked = _weights(state, scores, top, slots, kind)
-    drawn = draw(plain, uniform)
-    if ranked is not None:
-        place = draw(ranked.weights, uniform)
-        drawn = torch.where(ranked.needed, ranked.ids.gather(-1, place[:, None])[:, 0], drawn)
-    if drafted is None:
-        return drawn
-    verified = verify(
-        plain if ranked is None else ranked.by_token(plain),
-        drafted.probs,
-        drafted.token_ids,
-        counter_uniform(seeds, positions, Purpose.ACCEPT),
-        counter_uniform(seeds, positions, Purpose.RESIDUAL),
-    )
-    return torch.where(drafted.there, verified, drawn)
+    weights, best, is_bad = _weights(state, scores, slots, kind, ops)
+    drawn = ops.draw_weights(weights, state.seed[slots], positions, purpose=Purpose.DRAFT)
+    return torch.where(state.temperature[slots] > 0, drawn, best), ~is_bad, weights
 
 
 def _weights(
-    state: SlotTensors, scores: Tensor, top: Tensor, slots: Tensor, kind: Kind
-) -> tuple[Tensor, _Ranked | None]:
-    """Steps 5-8: weights by token id without an order, and those that need one."""
-    temperature = state.temperature[slots][:, None]
-    temperature = torch.where(temperature > 0, temperature, 1.0)
-    min_p = state.min_p[slots][:, None]
-    plain = _floor(((scores - top) / temperature).softmax(-1), min_p)
+    state: SlotTensors, scores: Tensor, slots: Tensor, kind: Kind, ops: SamplingOps
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Steps 5-8: weights by token id, [n, num_token_ids]. A row takes one of the two ways by its
+    own parameters alone. And, as `weigh` has them, the likeliest tokens and which rows are bad."""
+    temperature, min_p = state.temperature[slots], state.min_p[slots]
+    weights, token_ids, is_bad = ops.weigh(scores, temperature, min_p)
     if kind == Kind.PLAIN:
-        return plain, None
+        return weights, token_ids, is_bad
     ordered, ids = scores.sort(dim=-1, descending=True, stable=True)
-    probs = ((ordered - top) / temperature).softmax(-1)
+    temperature = torch.where(temperature > 0, temperature, 1.0)[:, None]
+    probs = ((ordered - ordered[:, :1]) / temperature).softmax(-1)
     top_k, top_p = state.top_k[slots][:, None], state.top_p[slots][:, None]
     rank = torch.arange(probs.shape[-1], device=probs.device)
     probs = torch.where(rank < top_k, probs, 0.0)
     upto = probs.cumsum(-1, dtype=torch.float64)
     kept = (upto - probs < top_p * upto[:, -1:]) | (top_p >= 1.0)
-    needed = (top_k[:, 0] < state.bias.shape[1]) | (top_p[:, 0] < 1.0)
-    return plain, _Ranked(ids, _floor(torch.where(kept, probs, 0.0), min_p), needed)
+    ranked = _floor(torch.where(kept, probs, 0.0), min_p[:, None])
+    needed = (top_k < state.bias.shape[1]) | (top_p < 1.0)
+    by_token = torch.zeros_like(weights).scatter(-1, ids, ranked)
+    return torch.where(needed, by_token, weights), token_ids, is_bad
 
 
 def _floor(probs: Tensor, min_p: Tensor) -> Tensor:
@@ -256,36 +234,6 @@ def _bits(masks: Tensor, num: int) -> Tensor:
     """[n, num] bool of masks [n, words] int32."""
     bits = torch.arange(WORD_BITS, dtype=torch.int32, device=masks.device)
     return ((masks[:, :, None] >> bits) & 1).bool().flatten(1)[:, :num]
-
-
-def counter_uniform(seeds: Tensor, positions: Tensor, purpose: Purpose = Purpose.DRAW) -> Tensor:
-    """acceptance.counter_uniform, bit for bit, without leaving the device of its arguments."""
-    mixed = _mix64(_mix64(seeds + _GOLDEN) ^ (positions * _GOLDEN))
-    if purpose:
-        mixed = _mix64(mixed ^ _signed(int(purpose) * _GOLDEN))
-    uniform: Tensor = _shifted(mixed, 11).double() * 2.0**-53
-    return uniform
-
-
-def _signed(value: int) -> int:
-    """The int64 of the same 64 bits."""
-    return (value + 2**63) % 2**64 - 2**63
-
-
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
-_FACTORS = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
-
-
-def _shifted(x: Tensor, num_bits: int) -> Tensor:
-    """A shift to the right that brings in zeros."""
-    shifted: Tensor = (x >> num_bits) & (2 ** (64 - num_bits) - 1)
-    return shifted
-
-
-def _mix64(x: Tensor) -> Tensor:
-    x = (x ^ _shifted(x, 30)) * _FACTORS[0]
-    x = (x ^ _shifted(x, 27)) * _FACTORS[1]
-    return x ^ _shifted(x, 31)
 
 
 REPORT_WIDTH = 2 + 2 * MAX_LOGPROBS

@@ -13,8 +13,9 @@ The parameters of a row act in this order, each on the result of the one before:
 6. top_k keeps the k largest, the lower id among equals;
 7. top_p keeps the fewest of these, largest first, that hold at least that share of their mass;
 8. min_p keeps tokens of at least that share of the largest probability;
-9. one token is drawn in proportion to what is left, by a number that is a function of
-   (seed, position) alone; with a proposal, acceptance.py decides by what is left whether it holds;
+9. one token is drawn in proportion to what is left, lower ids first, by a number that is a
+   function of (seed, position) alone; with a proposal, acceptance.py decides by what is left
+   whether it holds;
 10. a sequence that has used up its thinking budget takes the end of thinking instead.
 
 Before all of that, and for log-probabilities too, the ids beyond the tokenizer's are taken out: a
@@ -228,8 +229,8 @@ class SamplerState:
             ordered, ids = scores[at].sort(dim=-1, descending=True, stable=True)
             probs = self._probs(ordered, slots[at])
             probs = _truncate(probs, self._top_k[slots[at]], self._top_p[slots[at]])
-            drawn = draw(self._floor(probs, slots[at]), uniform[at])
-            token_ids[at] = ids.gather(-1, drawn[:, None])[:, 0]
+            kept = self._floor(probs, slots[at])
+            token_ids[at] = draw(torch.zeros_like(kept).scatter(-1, ids, kept), uniform[at])
         drafted = [i for i in proposals or {} if rows[i].temperature > 0]
         if proposals and drafted:
             at = torch.tensor(drafted, device=logits.device)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moet.kernels.drafts import Parts, chained_rows, settled_rows, take_likeliest
 from moet.kernels.rows import Rows
+from moet.kernels.sampling import SamplingOps
 from moet.models.base import ExpertProvider, KVTensors, ModelOutput
 from moet.runtime.device_sampler import Kind, propose
 from moet.runtime.slot_tensors import SlotTensors
@@ -97,6 +98,7 @@ class StepDrafter:
         self._settled = settled_rows.bind(arch=arch)
         self._chained = chained_rows.bind(arch=arch)
         self._take_likeliest = take_likeliest.bind(arch=arch)
+        self._ops = SamplingOps.bind(arch)
 
     @property
     def num_drafts(self) -> int:
@@ -142,7 +144,9 @@ class StepDrafter:
             )
             return
         count, slots = drafts.proposed[:, 0], drafts.sampler_slots
-        token_ids, is_good, probs = propose(state, drafts.logits, slots, drafts.ends + n, kind)
+        token_ids, is_good, probs = propose(
+            state, drafts.logits, slots, drafts.ends + n, kind, self._ops
+        )
         holds = (drafts.limits > n) & (count == n) & is_good
         self.probs[:, n].index_copy_(0, torch.where(holds, slots, state.num_slots), probs)
         drafts.proposed[:, 1 + n] = token_ids

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moet.kernels.greedy import newest_tokens, take_greedy
 from moet.kernels.rows import Rows
+from moet.kernels.sampling import SamplingOps
 from moet.runtime.device_sampler import REPORT_WIDTH, Drafted, Kind, choose, remember, report
 from moet.runtime.slot_tensors import SlotTensors
 
@@ -61,6 +62,7 @@ class StepTensors:
         self.num_seqs, self.num_rows, self._no_slot = num_seqs, num_rows, no_slot
         self._newest = newest_tokens.bind(arch=arch)
         self._take_greedy = take_greedy.bind(arch=arch)
+        self._ops = SamplingOps.bind(arch)
         self.sent = torch.zeros(self.num_sent(num_seqs, num_rows), dtype=torch.int64, device=device)
         num_tokens = num_seqs * num_rows
         self.by_row = self.sent[: 5 * num_tokens].view(5, num_tokens)
@@ -141,6 +143,7 @@ class StepTensors:
             kind,
             None if draft_probs is None or num_rows == 1 else self._drafted(slots, draft_probs),
             self._ahead() if num_rows > 1 else None,
+            self._ops,
         )
         tokens, is_bad = drawn.token_ids.view(shape), drawn.is_bad.view(shape)
         holds = self.counts > 0
@@ -163,9 +166,12 @@ class StepTensors:
         depth = torch.arange(self.num_rows, device=slots.device)
         there = depth + 1 < self.counts[:, None]
         following = self.token_ids.view(self.num_seqs, -1).roll(-1, 1)
-        number = depth.clamp(max=draft_probs.shape[1] - 1).repeat(self.num_seqs)
+        num_drafts = draft_probs.shape[1]
+        number = depth.clamp(max=num_drafts - 1).repeat(self.num_seqs)
         ids = torch.where(there, following, 0).reshape(-1)
-        return Drafted(ids, draft_probs[slots, number], there.reshape(-1))
+        return Drafted(
+            ids, draft_probs.flatten(0, 1), slots * num_drafts + number, there.reshape(-1)
+        )
 
     def _ahead(self) -> Tensor:
         """[T, num_rows - 1] int64, the drafts before each row's own token and behind the first,

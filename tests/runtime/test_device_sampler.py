@@ -8,12 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from moet.kernels.sampling import Purpose, counter_uniform
 from moet.runtime import acceptance
-from moet.runtime.acceptance import Purpose
 from moet.runtime.device_sampler import (
     Kind,
     choose,
-    counter_uniform,
     kind_of,
     read_report,
     remember,

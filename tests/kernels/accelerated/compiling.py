@@ -33,6 +33,8 @@ TYPES = {
     torch.uint8: "*u8",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.float64: "*fp64",
+    torch.bool: "*i1",
 }
 Launch = tuple[JITFunction, dict[str, Any], dict[str, int]]
 
