@@ -26,7 +26,6 @@ from moet.models.sharding import WHOLE, Shard, held_layers
 from moet.runtime.device_runner import Placement
 from moet.runtime.dummy import dummy_model, first_layers, open_device, used_layers
 from moet.runtime.experts.layer_stream import NUM_BUFFERS
-from moet.runtime.experts.load import pack_experts
 from moet.runtime.experts.serving import Served, formats_of
 from moet.runtime.experts.serving_gpu import DeviceServed
 from moet.runtime.hardware import GIB, Hardware, hardware
@@ -217,25 +216,24 @@ def load_rank(
     """A rank's part of a pack on its GPU. Raises ConfigError if its experts would not fit there."""
     progress("weights", 0.0)
     num_spec_tokens, settings = config.scheduler.num_spec_tokens, config.settings
-    if not made.resident or not config.experts.is_plain:
-        need = made.experts.num_rows * made.experts.row_bytes / GIB
+    if formats_of(config) != (settings.precision,) or config.experts.prefill_precision:
         raise ConfigError(
-            f"{made.hardware}: of the {settings.precision} experts a rank has {need:.1f} GiB, and "
-            "ranks keep all of theirs on their GPUs as yet; use more of them, lower "
-            "--max-model-len or --kv-cache-memory, and leave out --expert-pool and --precisions"
+            "several ranks compute all rows with one format of experts as yet; leave out "
+            "--precisions and --prefill-precision, and choose --precision w2 or fp4"
         )
     kv_dtype = config.cache.kv_dtype
     model = load_model(pack.config, pack, settings, kv_dtype, num_spec_tokens, gpu, shard)
     every = used_layers(pack.experts.layers, int(pack.config["num_hidden_layers"]), num_spec_tokens)
-    experts = pack_experts(
+    served = DeviceServed(
         pack,
-        settings.precision,
+        config,
+        made.experts,
+        gpu,
         held_layers(pack.config, every, shard),
-        gpu.torch_device,
-        lambda report: progress("experts", report.done_bytes / report.total_bytes),
+        lambda done, total: progress("experts", done / total),
         shard,
     )
-    return model, experts
+    return model, served.precisions.drafting
 
 
 def load_dummy(

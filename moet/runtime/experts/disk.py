@@ -38,12 +38,17 @@ class RowFile:
         num_readers: int = NUM_READERS,
         preadv: Read = os.preadv,
         direct: bool = True,
+        stride_bytes: int | None = None,
+        offset_bytes: int = 0,
     ) -> None:
-        """name_of: what a row is called in an error. direct: past the page cache."""
+        """name_of: what a row is called in an error. direct: past the page cache. A row is the
+        row_bytes from offset_bytes on of every stride_bytes; None: rows have no gaps."""
         assert row_bytes % ALIGNMENT_BYTES == 0
         self.path = path
         self.row_bytes = row_bytes
         self.num_bytes_read = 0
+        self._stride_bytes, self._offset_bytes = stride_bytes or row_bytes, offset_bytes
+        assert self._stride_bytes % ALIGNMENT_BYTES == offset_bytes % ALIGNMENT_BYTES == 0
         self._name_of = name_of
         self._preadv = preadv
         self._file = _open(path) if direct else os.open(path, os.O_RDONLY)
@@ -66,7 +71,7 @@ class RowFile:
         os.close(self._file)
 
     def _read(self, row: int, out: memoryview) -> None:
-        start, done = row * self.row_bytes, 0
+        start, done = row * self._stride_bytes + self._offset_bytes, 0
         while done < self.row_bytes:
             try:
                 count = self._preadv(self._file, [out[done:]], start + done)

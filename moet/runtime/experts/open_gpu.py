@@ -6,6 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -13,14 +14,17 @@ from torch import Tensor
 
 from moet.errors import CheckpointError, ConfigError
 from moet.kernels.device_gemm import Device
+from moet.kernels.layout import ExpertRows
 from moet.models.expert_encoder import Tier
 from moet.models.pack import Pack
+from moet.models.sharding import WHOLE, Shard
 from moet.runtime.experts.build import Progress, row_name
 from moet.runtime.experts.disk import RowFile
 from moet.runtime.experts.feeder import ON_DISK, RowFeeder
 from moet.runtime.experts.gpu import FETCH_TIMEOUT_S, CachedExperts, HostSide
 from moet.runtime.experts.host import Arena, mapped_numbers, page_aligned
 from moet.runtime.experts.sizes import GIB, TierSizes
+from moet.runtime.parallel.experts import share_of
 
 logger = logging.getLogger(__name__)
 
@@ -39,27 +43,28 @@ def open_cached(
     num_readers: int = 4,
     read_timeout_s: float = FETCH_TIMEOUT_S,
     progress: Progress = lambda done, total: None,
+    shard: Shard = WHOLE,
 ) -> CachedExperts:
-    """A pack's rows of these layers behind a pool on the GPU.
+    """What a tensor rank has of a pack's rows of these layers behind a pool on its GPU.
 
     heat: rows of the pack to begin with, best first. progress: bytes done and in all. Raises
     ConfigError if memory is not to be had, CheckpointError if the pack has no such tier or no row
     bases, and ExpertReadError.
     """
-    form, experts = pack.format(tier), pack.experts
+    experts = pack.experts
+    form, files = row_files(pack, tier, shard)
     started = perf_counter()
     file_rows = [
         experts.row(layer_idx, e) for layer_idx in layers for e in range(experts.num_experts)
     ]
-    bases = row_bases(pack, tier, layers)
+    bases = row_bases(pack, tier, layers, shard)
     on_gpu = gpu.torch_device.type == "cuda"
     number = {row: n for n, row in enumerate(file_rows)}
     hot = [number[row] for row in heat if row in number]
     ranked = list(dict.fromkeys([*hot, *range(len(file_rows))]))
     static, rest = ranked[: sizes.num_static], ranked[sizes.num_static :]
     in_arena = sorted(rest[: sizes.num_places])
-    path, _ = pack.row_place(tier, experts.layers[0], 0)
-    file = RowFile(path, form.row_bytes, num_readers=START_READERS, direct=False)
+    file = files(num_readers=START_READERS, direct=False)
     try:
         arena = Arena(
             len(in_arena),
@@ -71,7 +76,13 @@ def open_cached(
             progress=progress,
         )
         host = _host_side(
-            pack, tier, arena, in_arena, file_rows, sizes, pin=on_gpu, num_readers=num_readers
+            partial(files, num_readers=num_readers),
+            experts.num_experts,
+            arena,
+            in_arena,
+            file_rows,
+            sizes,
+            pin=on_gpu,
         )
         cached = CachedExperts(
             gpu.launcher,
@@ -108,10 +119,27 @@ def open_cached(
     return cached
 
 
-def row_bases(pack: Pack, tier: Tier, layers: Sequence[int]) -> Tensor:
+def row_files(pack: Pack, tier: Tier, shard: Shard) -> tuple[ExpertRows, Callable[..., RowFile]]:
+    """The rows that a rank has, and what opens the file of them; its arguments are RowFile's."""
+    whole = pack.format(tier)
+    form, first, _ = share_of(whole, shard)
+    path, _ = pack.row_place(tier, pack.experts.layers[0], 0)
+    opens = partial(
+        RowFile,
+        path,
+        form.row_bytes,
+        name_of=lambda row: row_name(pack, row),
+        stride_bytes=whole.row_bytes,
+        offset_bytes=first * whole.sub_row_bytes,
+    )
+    return form, opens
+
+
+def row_bases(pack: Pack, tier: Tier, layers: Sequence[int], shard: Shard = WHOLE) -> Tensor:
     """[rows of these layers, ...] uint8. Raises CheckpointError if the pack has none."""
+    _, first, last = share_of(pack.format(tier), shard)
     bases = [
-        pack.row_base(tier, layer_idx, expert_id)
+        pack.row_base(tier, layer_idx, expert_id)[first:last]
         for layer_idx in layers
         for expert_id in range(pack.experts.num_experts)
     ]
@@ -138,15 +166,14 @@ def least_places(num_experts: int) -> int:
 
 
 def _host_side(
-    pack: Pack,
-    tier: Tier,
+    opens: Callable[..., RowFile],
+    num_experts: int,
     arena: Arena,
     in_arena: Sequence[int],
     file_rows: Sequence[int],
     sizes: TierSizes,
     *,
     pin: bool,
-    num_readers: int,
 ) -> HostSide:
     """What is behind the pool: the arena alone, or with a feeder that reads what is not there."""
     if len(in_arena) == len(file_rows):
@@ -158,7 +185,6 @@ def _host_side(
         )
         if sizes.all_in_memory:
             return HostSide(arena=arena, place_of=place_of)
-        num_experts = pack.experts.num_experts
         least = least_places(num_experts)
         if len(in_arena) < least:
             size = least * arena.chunks[0].shape[1] / GIB
@@ -171,15 +197,8 @@ def _host_side(
     except BaseException:
         arena.close()
         raise
-    path, _ = pack.row_place(tier, pack.experts.layers[0], 0)
-    name_of: Callable[[int], str] = lambda row: row_name(pack, row)  # noqa: E731
     feeder = RowFeeder(
-        arena,
-        RowFile(path, arena.chunks[0].shape[1], name_of=name_of, num_readers=num_readers),
-        place_of,
-        requests,
-        file_rows=file_rows,
-        in_flight=num_experts,
+        arena, opens(), place_of, requests, file_rows=file_rows, in_flight=num_experts
     )
     return HostSide(arena=arena, place_of=place_of, requests=requests, feeder=feeder)
 

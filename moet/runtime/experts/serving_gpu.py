@@ -14,6 +14,7 @@ from moet.kernels.device_gemm import Device
 from moet.models.base import ResidentProvider
 from moet.models.expert_encoder import Tier
 from moet.models.pack import Pack
+from moet.models.sharding import WHOLE, Shard
 from moet.runtime.experts.build import Progress
 from moet.runtime.experts.gpu import CachedExperts
 from moet.runtime.experts.heat import read_heat, write_heat
@@ -25,13 +26,21 @@ from moet.runtime.experts.serving import default_policy, formats_of, heat_path
 from moet.runtime.experts.sizes import GIB, TierSizes, tier_sizes
 from moet.runtime.memory import HOST_RESERVE_BYTES
 from moet.runtime.metrics import ExpertStats
+from moet.runtime.parallel.experts import share_of
 from moet.runtime.plan_types import ExpertPlan
 
 logger = logging.getLogger(__name__)
 
 
 def device_sizes(
-    config: EngineConfig, tier: Tier, plan: ExpertPlan, *, row_bytes: int, top_k: int, free: int
+    config: EngineConfig,
+    tier: Tier,
+    plan: ExpertPlan,
+    *,
+    row_bytes: int,
+    num_layers: int,
+    top_k: int,
+    free: int,
 ) -> TierSizes | None:
     """The tiers of a format's rows; None if all are to be on the GPU.
 
@@ -42,15 +51,16 @@ def device_sizes(
     second = tier != tiers[0]
     pool_bytes = experts.fp4_pool_bytes if second else experts.pool_bytes
     static_bytes = 0 if second else experts.static_bytes
-    num_rows, num_experts = plan.num_rows, plan.num_layer_rows
+    num_experts = plan.num_layer_rows
+    num_rows = num_layers * num_experts
     if pool_bytes is None and second:
         pool_bytes = num_experts * row_bytes
     elif pool_bytes is None:
-        if plan.num_static == num_rows:
+        if plan.num_static == plan.num_rows:
             return None
         static_bytes = plan.num_static * row_bytes
         pool_bytes = (plan.num_static + plan.num_cached) * row_bytes
-    elif pool_bytes // row_bytes >= num_rows and plan.num_static == num_rows:
+    elif pool_bytes // row_bytes >= num_rows and plan.num_static == plan.num_rows:
         return None
     sizes = tier_sizes(
         row_bytes=row_bytes,
@@ -87,12 +97,14 @@ class DeviceServed:
         gpu: Device,
         layers: Sequence[int],
         progress: Progress,
+        shard: Shard = WHOLE,
     ) -> None:
-        """layers: those whose experts are read. Raises ConfigError, CheckpointError."""
+        """layers: those whose experts are read. shard: of each row, what this rank has. Raises
+        ConfigError, CheckpointError."""
         self.identity = ""
         self.caches: list[CachedExperts] = []
         self._heat_files: list[tuple[CachedExperts, Path]] = []
-        self._pack = pack
+        self._pack, self._shard = pack, shard
         providers: dict[str, ResidentProvider] = {}
         try:
             for tier in formats_of(config):
@@ -154,12 +166,19 @@ class DeviceServed:
         layers: Sequence[int],
         progress: Progress,
     ) -> ResidentProvider:
-        pack, form = self._pack, self._pack.format(tier)
+        pack, shard = self._pack, self._shard
+        form, _, _ = share_of(pack.format(tier), shard)
         top_k = int(pack.config["num_experts_per_tok"])
         kept = config.cache.host_budget_bytes + config.cache.host_cache_bytes
-        free = psutil.virtual_memory().available - HOST_RESERVE_BYTES - kept
+        free = (psutil.virtual_memory().available - HOST_RESERVE_BYTES - kept) // shard.size
         sizes = device_sizes(
-            config, tier, plan, row_bytes=form.row_bytes, top_k=top_k, free=max(0, free)
+            config,
+            tier,
+            plan,
+            row_bytes=form.row_bytes,
+            num_layers=len(layers),
+            top_k=top_k,
+            free=max(0, free),
         )
         if sizes is None:
             return pack_experts(
@@ -168,6 +187,7 @@ class DeviceServed:
                 layers,
                 gpu.torch_device,
                 lambda report: progress(report.done_bytes, report.total_bytes),
+                shard,
             )
         path = heat_path(config.experts, pack, tier)
         cache = open_cached(
@@ -180,6 +200,7 @@ class DeviceServed:
             num_readers=config.experts.num_readers,
             read_timeout_s=config.experts.read_timeout_s,
             progress=progress,
+            shard=shard,
         )
         self.caches.append(cache)
         self._heat_files.append((cache, path))

@@ -1,0 +1,134 @@
+"""From settings to experts on a GPU, whose kernels are emulated: sizes, tiers, heat and books."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from moet.config import EngineConfig, ExpertConfig, SchedulerConfig
+from moet.errors import ConfigError, RequestError
+from moet.kernels.device_gemm import Device
+from moet.models.checkpoint import Checkpoint
+from moet.models.convert import convert
+from moet.models.convert_plan import ConvertOptions
+from moet.models.pack import Pack
+from moet.models.synthetic import write_checkpoint
+from moet.runtime.experts.disk import RowFile
+from moet.runtime.experts.serving_gpu import DeviceServed, device_sizes
+from moet.runtime.plan_types import ExpertPlan
+from tests.kernels import emulation
+
+LAYERS, NUM_EXPERTS = 3, 16
+ROW = 4096
+
+
+def plan(num_static: int, num_cached: int, row_bytes: int = ROW) -> ExpertPlan:
+    return ExpertPlan(
+        row_bytes=row_bytes,
+        num_rows=LAYERS * NUM_EXPERTS,
+        num_static=num_static,
+        num_cached=num_cached,
+        num_host=LAYERS * NUM_EXPERTS,
+        num_disk=0,
+        num_layer_rows=NUM_EXPERTS,
+    )
+
+
+def sizes(made: ExpertPlan, experts: ExpertConfig, tier: str = "w2", seqs: int = 2) -> object:
+    config = EngineConfig(model="m", experts=experts, scheduler=SchedulerConfig(max_num_seqs=seqs))
+    return device_sizes(
+        config,
+        tier,  # type: ignore[arg-type]
+        made,
+        row_bytes=ROW,
+        num_layers=LAYERS,
+        top_k=4,
+        free=1000 * ROW,
+    )
+
+
+def test_sizes_follow_the_plan_or_what_is_asked_for() -> None:
+    every = plan(LAYERS * NUM_EXPERTS, 0)
+    assert sizes(every, ExpertConfig()) is None
+    assert sizes(every, ExpertConfig(pool_bytes=100 * ROW)) is None
+    split = sizes(plan(5, 20), ExpertConfig())
+    assert (split.num_slots, split.num_static, split.num_places) == (25, 5, 43)  # type: ignore[attr-defined]
+    asked = sizes(every, ExpertConfig(pool_bytes=18 * ROW, host_bytes=40 * ROW))
+    assert (asked.num_slots, asked.num_places) == (18, 40)  # type: ignore[attr-defined]
+    second = sizes(every, ExpertConfig(offered=("fp4",)), "fp4")
+    assert second.num_slots == NUM_EXPERTS  # type: ignore[attr-defined]
+
+
+def test_a_pool_that_no_step_fits_is_refused_with_what_it_needs() -> None:
+    made = plan(LAYERS * NUM_EXPERTS, 0)
+    with pytest.raises(ConfigError, match=r"gives 7 slots .* 2 decoding rows may ask for 8"):
+        sizes(made, ExpertConfig(pool_bytes=7 * ROW))
+    on_disk = ExpertConfig(pool_bytes=9 * ROW, host_bytes=40 * ROW)
+    with pytest.raises(ConfigError, match="a prompt, where rows are on disk"):
+        sizes(made, on_disk)
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory: pytest.TempPathFactory) -> Pack:
+    folder = tmp_path_factory.mktemp("serving-gpu")
+    write_checkpoint(folder / "checkpoint", size="tiny")
+    options = ConvertOptions(num_workers=1)
+    return convert(Checkpoint.open(folder / "checkpoint"), folder / "pack", options)
+
+
+def test_rows_on_disk_are_served_and_heat_is_kept(pack: Pack, tmp_path: Path) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    kernels = emulation.build(("expert_cache",), 90, num_sms=2)
+    device = Device.around(kernels, "sm90a", "cpu")
+    row_bytes, layers = pack.format("w2").row_bytes, list(pack.experts.layers[:LAYERS])
+    experts = ExpertConfig(
+        pool_bytes=18 * row_bytes,
+        static_bytes=2 * row_bytes,
+        host_bytes=34 * row_bytes,
+        heat_file=str(tmp_path / "heat"),
+    )
+    config = EngineConfig(
+        model=str(pack.folder), experts=experts, scheduler=SchedulerConfig(max_num_seqs=1)
+    )
+    made = plan(LAYERS * NUM_EXPERTS, 0, row_bytes)
+
+    def serve() -> DeviceServed:
+        return DeviceServed(pack, config, made, device, layers, lambda done, total: None)
+
+    served = serve()
+    provider = served.precisions.drafting
+    for layer in (layers[2], layers[0], layers[2]):
+        ids = torch.tensor([[15, 3, 9, 14]])
+        table = provider.resolve(layer, ids)
+        for expert_id in ids[0].tolist():
+            row = table.rows[table.slot_of[expert_id]]
+            assert torch.equal(row, pack.expert_row("w2", layer, expert_id))
+    assert int(device.error) == 0
+    (tier,) = served.stats().tiers
+    assert (tier.num_static, tier.num_disk_reads, tier.total("num_hits")) == (2, 4, 4)
+    assert served.explain() is None
+    with pytest.raises(RequestError, match="start with another --expert-pool"):
+        served.tune(pool_bytes=1)
+    served.tune(tau=0.25)
+    assert served.stats().tau == 0.25
+    served.close()
+    again = serve()
+    slot_of = again.caches[0].tables.slot_of
+    hot = [place * NUM_EXPERTS + expert for place in (0, 2) for expert in (15, 3, 9, 14)]
+    assert all(int(slot_of[row]) >= 0 for row in hot)
+    again.close()
+
+
+def test_a_rank_reads_its_part_of_every_row(tmp_path: Path) -> None:
+    content = torch.arange(6, dtype=torch.uint8).repeat_interleave(4096)
+    (tmp_path / "rows").write_bytes(content.numpy().tobytes())
+    file = RowFile(tmp_path / "rows", 4096, stride_bytes=8192, offset_bytes=4096)
+    out = torch.zeros(4096 * 2, dtype=torch.uint8)
+    out = out[-out.data_ptr() % 4096 :][:4096]
+    file.read(2, out).result()
+    assert bool((out == 5).all())
+    file.close()
