@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.train_demo.layers import (
+    CHAINED_SHARE,
     Experts,
     LayerNorm,
     Linear,
@@ -286,6 +287,10 @@ class Glm(nn.Module):
         main = token_loss(self.lm_head(hidden), after, weights[:, 1:-1])
         drafted, draft_index, load = self.draft(after, hidden, look)
         draft = token_loss(self.lm_head(drafted), ids[:, 2:], weights[:, 2:])
+        # A second draft goes on from the first one's hidden states, a position further.
+        again, _, _ = self.draft(after, F.pad(drafted[:, :-1], (0, 0, 1, 0)), look)
+        chained = token_loss(self.lm_head(again), ids[:, 2:], weights[:, 2:])
+        draft = (1 - CHAINED_SHARE) * draft + CHAINED_SHARE * chained
         weight = weights[:, 1:-1].sum()
         return Losses(main, draft, index + draft_index, weight, [*loads, load])
 

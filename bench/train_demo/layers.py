@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+CHAINED_SHARE = 0.4  # of the draft loss, for drafts that stand on drafts
+
 Store = Literal["keep", "dense", "expert"]
 """How an exported tensor is stored: as it is, as the dense format, as the expert format."""
 

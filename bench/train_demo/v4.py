@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.train_demo.layers import (
+    CHAINED_SHARE,
     Experts,
     Linear,
     Losses,
@@ -29,7 +30,6 @@ from moet.kernels.rope import Yarn, rope_frequencies
 from moet.models.deepseek_v4_config import DeepseekV4Config
 
 NEVER = -1e9  # a logit that takes no part
-CHAINED_SHARE = 0.4  # of the draft loss, for drafts that stand on drafts
 
 
 class Compressor(nn.Module):
