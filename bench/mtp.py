@@ -31,7 +31,7 @@ from bench.train_demo.tokenizer import Family
 from moet.bench.device_rig import DeviceRig
 from moet.bench.device_step import profile_kernels
 from moet.bench.rig import Shape
-from moet.config import ModelSettings, SchedulerConfig, TargetConfig
+from moet.config import CacheConfig, ModelSettings, SchedulerConfig, TargetConfig
 from moet.kernels.device_gemm import Device
 from moet.models.dummy import DummyOptions
 from moet.models.synthetic import MODEL_NAME
@@ -147,8 +147,13 @@ def demo_rows(bench: Bench, family: Family) -> None:
         num_spec_tokens=DEMO_DRAFTS, adaptive_spec=False, max_num_seqs=DEMO_SEQS
     )
     settings = ModelSettings(precision="fp4")
-    target = TargetConfig(device="cuda")
-    with Engine(str(folder), settings=settings, scheduler=scheduler, target=target) as engine:
+    with Engine(
+        str(folder),
+        settings=settings,
+        cache=CacheConfig(budget_bytes=1 << 30),
+        scheduler=scheduler,
+        target=TargetConfig(device="cuda"),
+    ) as engine:
         bench.add(f"{family} demo, start", perf_counter() - began_s, "s")
 
         def ask(k: int, spare: bool = False) -> list[list[int]]:
@@ -253,6 +258,7 @@ def main() -> None:
         for family in FAMILIES:
             with bench.part(f"{family} demo"):
                 demo_rows(bench, family)
+        torch.cuda.empty_cache()
     rig = None
     if {"steps", "sampled", "kernels"} & set(args.parts):
         with bench.part("weights, state and prompts"):
