@@ -32,16 +32,24 @@ HANDLE_BYTES = 64
 SHARED_FOLDER = Path("/dev/shm")
 
 
-class _Args(ctypes.Structure):
+class PeerArgs(ctypes.Structure):
+    """The windows as kernels take them, field for field `struct PeerArgs` of csrc/peers.cuh."""
+
     _fields_: ClassVar[Any] = [
-        ("x", ctypes.c_uint64),
-        ("out", ctypes.c_uint64),
         ("windows", ctypes.c_uint64 * MAX_RANKS),
         ("turns", ctypes.c_uint64),
         ("error", ctypes.c_uint64),
         ("limit_ns", ctypes.c_uint64),
-        *((name, ctypes.c_int32) for name in ("pairs", "capacity", "ranks", "rank")),
-        *((name, ctypes.c_int32) for name in ("per_row", "from_bf16", "to_bf16")),
+        *((name, ctypes.c_int32) for name in ("capacity", "ranks", "rank")),
+    ]
+
+
+class _Args(ctypes.Structure):
+    _fields_: ClassVar[Any] = [
+        ("x", ctypes.c_uint64),
+        ("out", ctypes.c_uint64),
+        ("peers", PeerArgs),
+        *((name, ctypes.c_int32) for name in ("pairs", "per_row", "from_bf16", "to_bf16")),
     ]
 
 
@@ -55,9 +63,9 @@ class PeerLinks:
     """Sums and gathers of up to max_bytes a rank, over 1, 2 or 4 ranks.
 
     windows: the address of each rank's window (of window_bytes) as this rank sees it, zeroed before
-    any rank begins. turns: [CTAS] int32, zero; error: [1] int32. limit_ns: [1] int64 in memory of
-    the host that the kernel reads: how long a call waits for the others, which may be changed at
-    any time. All ranks must call alike.
+    any rank begins. turns: [CTAS] int32, zero, calls so far; error: [1] int32. limit_ns: [1] int64
+    in memory of the host that the kernel reads: how long a call waits for the others, which may be
+    changed at any time. All ranks must call alike.
     """
 
     launcher: Launcher
@@ -120,13 +128,15 @@ class PeerLinks:
         return out
 
     def _args(self, x: Tensor, out: Tensor) -> _Args:
-        args = _Args(
-            x=pointer(x),
-            out=pointer(out),
+        pairs = x.numel() * x.element_size() // PAIR_BYTES
+        return _Args(x=pointer(x), out=pointer(out), peers=self.arguments(), pairs=pairs)
+
+    def arguments(self) -> PeerArgs:
+        """As kernels take them."""
+        args = PeerArgs(
             turns=pointer(self.turns),
             error=pointer(self.error),
             limit_ns=self.limit_ns.data_ptr(),
-            pairs=x.numel() * x.element_size() // PAIR_BYTES,
             capacity=self.max_bytes // PAIR_BYTES,
             ranks=len(self.windows),
             rank=self.rank,
@@ -138,6 +148,19 @@ class PeerLinks:
     def _launch(self, name: str, args: _Args) -> None:
         if args.pairs:
             self.launcher.launch(name, grid=CTAS, threads=THREADS, shared_bytes=0, args=args)
+
+
+@dataclass(frozen=True, slots=True)
+class RankPart:
+    """This rank's part of a sum that whoever reads it makes on its way in. part: [rows, dim] bf16,
+    contiguous. links: for such sums alone, with rows' own turns."""
+
+    part: Tensor
+    links: PeerLinks
+
+    def __post_init__(self) -> None:
+        assert self.part.dtype == torch.bfloat16
+        assert self.links.sums(self.part)
 
 
 class Window(Protocol):

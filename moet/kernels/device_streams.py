@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moet.kernels.comm import PeerArgs, RankPart
 from moet.kernels.device_gemm import Device
 from moet.kernels.quant import Activations
 from moet.kernels.stream_gemm import pointer
@@ -36,6 +37,7 @@ class StreamsArgs(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in POINTERS.split()),
         *((name, ctypes.c_float) for name in ("norm_eps", "hc_eps")),
         *((name, ctypes.c_int) for name in ("rows", "rows_each", "dim", "outs", "iters")),
+        ("peers", PeerArgs),
     ]
 
 
@@ -66,9 +68,11 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """What is not in the streams yet: y [n, dim] of a sublayer, its post [n, 4], mix [n, 4, 4]."""
+    """What is not in the streams yet: y [n, dim] of a sublayer, its post [n, 4], mix [n, 4, 4].
 
-    y: Tensor
+    y may be a rank's part of at most FUSED_ROWS rows."""
+
+    y: Tensor | RankPart
     post: Tensor
     mix: Tensor
 
@@ -117,7 +121,11 @@ def collapse(
         iters=site.num_iters,
     )
     if pending is not None:
-        y, old_post, old_mix = (t.contiguous() for t in (pending.y, pending.post, pending.mix))
+        given = pending.y
+        if isinstance(given, RankPart):
+            assert num_rows <= FUSED_ROWS
+            args.peers, given = given.links.arguments(), given.part
+        y, old_post, old_mix = (t.contiguous() for t in (given, pending.post, pending.mix))
         args.y, args.post, args.mix = y.data_ptr(), old_post.data_ptr(), old_mix.data_ptr()
     _launch(site.fn.device, args)
     return mixed, made, post, mix
@@ -132,9 +140,8 @@ def _launch(device: Device, args: StreamsArgs) -> None:
     if args.rows <= TILED_ROWS or args.outs != MULT * (2 + MULT):
         args.rows_each = 1 if fused else -(-args.rows // STEP_GROUPS)
         grid = (blocks * -(-args.outs // 8), -(-args.rows // args.rows_each))
-        launcher.launch(
-            "streams_step", grid=grid, threads=STEP_THREADS, shared_bytes=STEP_SHARED, args=args
-        )
+        name = "streams_step_summed" if args.peers.ranks else "streams_step"
+        launcher.launch(name, grid=grid, threads=STEP_THREADS, shared_bytes=STEP_SHARED, args=args)
     else:
         args.rows_each = _tile_rows(args.rows, blocks, launcher.num_sms)
         grid = (blocks, -(-args.rows // args.rows_each))

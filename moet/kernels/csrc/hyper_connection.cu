@@ -6,6 +6,7 @@
 // not depend on how many rows there are.
 #include "codec.cuh"
 #include "grid_sync.cuh"
+#include "peers.cuh"
 
 constexpr int MULT = 4, BLOCK = 128;
 constexpr int STEP_THREADS = 288;   // eight warps for channels, one for the mixing matrix
@@ -34,6 +35,7 @@ struct StreamsArgs {
   float* next_mix;          // [rows, 4, 4]
   float norm_eps, hc_eps;
   int rows, rows_each, dim, outs, iters;
+  PeerArgs peers;  // of streams_step_summed: y is this rank's part of a sum. turns: [grid y]
 };
 
 DEVICE float low(uint32_t pair) { return bits_float(pair << 16); }
@@ -237,8 +239,10 @@ DEVICE void finish_row(const StreamsArgs& p, int row, float* shared) {
 }
 
 // Few rows. Grid: blocks times groups of eight fn rows, then groups of rows_each rows. A warp has one
-// row of fn in registers. The CTA that is last of its rows finishes them.
-KERNEL(STEP_THREADS, 2) streams_step(GRID_CONSTANT StreamsArgs p) {
+// row of fn in registers. The CTA that is last of its rows finishes them. SUMMED: the ranks' parts of
+// y are added on their way in, a row to a CTA.
+template <bool SUMMED>
+DEVICE void run_step(const StreamsArgs& p) {
   float* shared = reinterpret_cast<float*>(dynamic_shared());
   int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, blocks = p.dim / BLOCK;
   int block = static_cast<int>(blockIdx.x) % blocks, group = static_cast<int>(blockIdx.x) / blocks;
@@ -260,6 +264,14 @@ KERNEL(STEP_THREADS, 2) streams_step(GRID_CONSTANT StreamsArgs p) {
       for (int k = 0; k < MULT; k++) old[k] = *reinterpret_cast<const uint2*>(streams + k * p.dim);
       if (p.y) {
         y = *reinterpret_cast<const uint2*>(p.y + uint64_t(row) * p.dim + channel);
+        if constexpr (SUMMED) {
+          uint32_t turn = p.peers.turns[blockIdx.y] + 1;
+          int place = (row * p.dim + channel) / 4;
+          Pair own = {y.x, y.y}, sum;
+          if (leads) push_to_all(p.peers, turn, place, own);
+          sum_of_bf16(p.peers, turn, place, own, sum);  // else the error word says so
+          y = {sum.low, sum.high};
+        }
 #pragma unroll
         for (int k = 0; k < MULT; k++) post[k] = p.post[uint64_t(row) * MULT + k];
 #pragma unroll
@@ -298,12 +310,17 @@ KERNEL(STEP_THREADS, 2) streams_step(GRID_CONSTANT StreamsArgs p) {
   sync_threads();
   if (*arrived != gridDim.x - 1) return;
   if (threadIdx.x == 0) p.counters[blockIdx.y] = 0;
+  if constexpr (SUMMED)  // all have read it
+    if (threadIdx.x == 0) p.peers.turns[blockIdx.y]++;
   for (int row = first; row < last; row++) {
     finish_row(p, row, shared);
     sync_threads();
   }
 }
+KERNEL(STEP_THREADS, 2) streams_step(GRID_CONSTANT StreamsArgs p) { run_step<false>(p); }
 LAUNCHABLE(streams_step, StreamsArgs, STEP_THREADS)
+KERNEL(STEP_THREADS, 2) streams_step_summed(GRID_CONSTANT StreamsArgs p) { run_step<true>(p); }
+LAUNCHABLE(streams_step_summed, StreamsArgs, STEP_THREADS)
 
 // A lane's share of TILE rows: four channels of four streams times all rows of fn.
 struct TileSums {
