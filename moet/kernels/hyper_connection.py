@@ -50,11 +50,11 @@ def sinkhorn(logits: Tensor, *, num_iters: int, eps: float) -> Tensor:
     """
     mix = torch.exp(logits - logits.amax(-1, keepdim=True))
     mix = (mix / mix.sum(-1, keepdim=True) + scalar(eps)).cpu()
-    _balance(mix.numpy(), num_iters, np.float32(eps))
+    _balance(mix.numpy(), num_iters, np.array(eps, np.float32))
     return mix.to(logits.device)
 
 
-def _balance(mix: NDArray[np.float32], num_iters: int, eps: np.float32) -> None:
+def _balance(mix: NDArray[np.float32], num_iters: int, eps: NDArray[np.float32]) -> None:
     """The steps of sinkhorn, in place: numpy takes a third of torch's time for so small ones.
 
     Sums run in ascending order, each matrix by itself.

@@ -149,7 +149,9 @@ def fp8_qdq(x: Tensor, *, block: int) -> Tensor:
         values = F.pad(values, (0, -width % block))
     codes, scale = _fp8_blocks(values, block)
     rounded = (codes.float() * scale).flatten(-2)
-    return (rounded[..., :width] if width % block else rounded).to(x.dtype)
+    if width % block:
+        rounded = rounded[..., :width]
+    return rounded if x.dtype == torch.float32 else rounded.to(x.dtype)
 
 
 def _mxfp4_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
