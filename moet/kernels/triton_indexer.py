@@ -28,7 +28,14 @@ from moet.kernels.triton_common import (
 CHUNK = 8192  # scores that one program chooses from
 CANDIDATES = 16384  # chosen in chunks, that one program chooses from
 ROWS_EACH = 16  # of a chunk, that share a page's keys in one program
+QUERIES_EACH = 16  # rows of a chunk, that one program prepares
 SCORE_BYTES = 256 << 20  # most that the scores of one launch take; rows beyond it wait
+
+
+@triton.jit
+def hadamard_matrix(DIM: tl.constexpr):
+    i = tl.arange(0, DIM)
+    return hadamard_sign(i[:, None], i[None, :]).to(tl.bfloat16)
 
 
 @triton.jit
@@ -40,6 +47,7 @@ def prepare_heads(
     row,
     first,
     stride,
+    sign,
     HEADS: tl.constexpr,
     EACH: tl.constexpr,
     DIM: tl.constexpr,
@@ -53,7 +61,6 @@ def prepare_heads(
     x = tl.load(q + row * stride + at, mask=inside, other=0.0).to(tl.float32)
     cos, sin = load_rotation(cos_ptr, sin_ptr, row, DIM, ROPE)
     x = rotate_pairs(x, cos, sin).to(tl.bfloat16)
-    sign = hadamard_sign(i[:, None], i[None, :]).to(tl.bfloat16)
     x = (tl.dot(x, sign) * (DIM**-0.5)).to(tl.bfloat16).to(tl.float32)
     blocks = tl.reshape(x, [EACH, DIM // 32, 32])
     amax = tl.maximum(tl.max(tl.abs(blocks), 2), 6.0 * 2.0**-126)
@@ -63,21 +70,27 @@ def prepare_heads(
     tl.store(out + row * HEADS * DIM + at, x.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "rows_each"])
 def prepare_query(
     q,
     cos_ptr,
     sin_ptr,
     out,
+    num_rows,
+    rows_each,
     stride,
     HEADS: tl.constexpr,
     EACH: tl.constexpr,
     DIM: tl.constexpr,
     ROPE: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * EACH
-    prepare_heads(q, cos_ptr, sin_ptr, out, row, first, stride, HEADS, EACH, DIM, ROPE)
+    """EACH heads of rows_each rows, for which the Hadamard matrix is made once."""
+    first = tl.program_id(0).to(tl.int64) * rows_each
+    head = tl.program_id(1) * EACH
+    sign = hadamard_matrix(DIM)
+    for i in range(tl.minimum(num_rows - first, rows_each)):
+        row = first + i
+        prepare_heads(q, cos_ptr, sin_ptr, out, row, head, stride, sign, HEADS, EACH, DIM, ROPE)
 
 
 @triton.jit
@@ -244,11 +257,14 @@ def index_query(q: Tensor, cos: Tensor, sin: Tensor, *, num_heads: int, quantise
     dim = width // num_heads
     out = torch.empty((num_rows, num_heads, dim), dtype=q.dtype, device=q.device)
     if num_rows:
-        prepare_query[(num_rows, triton.cdiv(num_heads, 16))](
+        each = QUERIES_EACH if num_rows > CODED_ROWS else 1
+        prepare_query[(triton.cdiv(num_rows, each), triton.cdiv(num_heads, 16))](
             q,
             cos,
             sin,
             out,
+            num_rows,
+            each,
             q.stride(0),
             HEADS=num_heads,
             EACH=16,

@@ -18,7 +18,7 @@ from moet.kernels.triton_common import (
     rotate_pairs,
     store_fp8_row,
 )
-from moet.kernels.triton_indexer import index_query, prepare_heads
+from moet.kernels.triton_indexer import hadamard_matrix, index_query, prepare_heads
 
 HEADS_EACH = 8
 INDEX_HEADS_EACH = 16
@@ -78,6 +78,7 @@ def norm_rope(
             row,
             (part - PARTS) * INDEX_EACH,
             stride,
+            hadamard_matrix(INDEX_DIM),
             INDEX_HEADS,
             INDEX_EACH,
             INDEX_DIM,
