@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moet.models.base import DraftingModel, ExpertProvider, Model
 from moet.runtime.batch import Batch, Row, StepResult
+from moet.runtime.captured_target import CapturedTarget
 from moet.runtime.chunk_runner import ChunkRunner, PendingChunks
 from moet.runtime.chunks import Chunk
 from moet.runtime.device_sampler import kind_of, read_report
@@ -74,9 +75,22 @@ class DeviceRunner:
     ) -> None:
         """max_rows_per_seq: of a decoding sequence, one and its drafts. precisions: who computes
         which row, `experts` those that decode by the default policy; None: experts do."""
-        self.queue, self._explain = placement.queue, placement.explain
+        self.queue, self._fault = placement.queue, placement.fault
+        self._explain = placement.explain
         self._precisions = precisions or PrecisionSet.single(experts)
         of_prompts = self._precisions.of_prompt(self._precisions.default)
+        unusual = self._precisions.unusual()
+        target = CapturedTarget(
+            model,
+            kv.tensors,
+            unusual,
+            page_size=kv.spec.page_size,
+            max_pages=max_pages_per_seq,
+            buckets=sorted({1, min(4, num_seq_slots), num_seq_slots}),
+            rows_per_seq=sorted({1, max_rows_per_seq}),
+            queue=self.queue,
+            capture=placement.capture,
+        )
         self.eager = ModelRunner(
             model,
             experts,
@@ -86,6 +100,7 @@ class DeviceRunner:
             max_pages_per_seq=max_pages_per_seq,
             draft_model=draft_model,
             precisions=precisions,
+            target=target,
         )
         state, table, page_size = sampler.tensors(), self.eager.page_table, kv.spec.page_size
         self.graphs = GraphRunner(
@@ -121,6 +136,7 @@ class DeviceRunner:
         self._drawn = None if drafts is None else DrawnDrafts(drafts.drafter.probs)
         self.queue.settle()  # what is set up so far was launched elsewhere
         self.graphs.capture_all(progress)
+        target.capture_all()
 
     @property
     def sampler(self) -> SamplerState:
@@ -162,6 +178,7 @@ class DeviceRunner:
             if others:
                 started_s = perf_counter()
                 self.eager.run_rows(batch.rows, others, result)
+                self._take_fault(others, result)
                 result.device_s = perf_counter() - started_s
         return pending
 
@@ -192,12 +209,17 @@ class DeviceRunner:
 
     def _is_usual(self, row: Row) -> bool:
         """Whether graphs and chunks have the experts that a row's policy names."""
-        precisions = self._precisions
-        policy = precisions.policy(row.seq.request.params.precision)
-        if policy == precisions.default:
-            return policy != "gate" or row.end <= row.seq.prompt_len
-        names = (precisions.of_prompt, precisions.of_rows)
-        return policy != "gate" and all(of(policy) == of(precisions.default) for of in names)
+        policy = self._precisions.policy(row.seq.request.params.precision)
+        return self._precisions.is_usual(policy, of_prompt=row.start < row.seq.prompt_len)
+
+    def _take_fault(self, indices: list[int], result: StepResult) -> None:
+        """What kernels have reported of passes that are over."""
+        fault = 0 if self._fault is None else int(self._fault)
+        if fault and self._fault is not None:
+            self._fault.zero_()
+            told = fault_message(fault, self._explain)
+            result.errors.update(dict.fromkeys(indices, told))
+            result.failed = True
 
     def check(self) -> None:
         """Raise AssertionError if a result was never read, or captured tensors have moved."""
@@ -249,12 +271,16 @@ class PendingBatch:
                 ]
 
     def _fault(self, indices: Sequence[int], fault: int) -> None:
-        message = f"the step failed: the device's kernels reported fault {fault:#x}"
-        why = None if self.explain is None else self.explain()
-        if why is not None:
-            message += f": {why}"
+        message = fault_message(fault, self.explain)
         self.made.errors.update(dict.fromkeys(indices, message))
         self.made.failed = True
+
+
+def fault_message(fault: int, explain: Callable[[], str | None] | None) -> str:
+    """What is told of a step whose kernels set these bits."""
+    why = None if explain is None else explain()
+    told = f"the step failed: the device's kernels reported fault {fault:#x}"
+    return told if why is None else f"{told}: {why}"
 
 
 def _step_row(row: Row) -> StepRow:

@@ -27,7 +27,7 @@ from moet.runtime.batch import (
     int64_tensor,
 )
 from moet.runtime.drafter import Drafter, Settled
-from moet.runtime.experts.precision import PrecisePasses, PrecisionSet, position_of
+from moet.runtime.experts.precision import PrecisePasses, PrecisionSet, Target, position_of
 from moet.runtime.kv_cache import KVCache
 from moet.runtime.passes import Passes
 from moet.runtime.sampler import SamplerState, prompt_logprobs
@@ -53,7 +53,9 @@ class ModelRunner:
         max_pages_per_seq: int,
         draft_model: DraftingModel | None = None,
         precisions: PrecisionSet | None = None,
+        target: Target | None = None,
     ) -> None:
+        """target: runs the model on a step's input; None: its `forward`."""
         self.model = model
         self.experts = experts
         self.kv = kv
@@ -68,7 +70,7 @@ class ModelRunner:
             vocab_size=model.vocab_size,
         )
         self._precise = PrecisePasses(
-            self._passes, self._target, precisions or PrecisionSet.single(experts)
+            self._passes, target or self._target, precisions or PrecisionSet.single(experts)
         )
         self._drafter = (
             None if draft_model is None else Drafter(draft_model, experts, self._passes, sampler)

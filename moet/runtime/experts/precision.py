@@ -86,6 +86,19 @@ class PrecisionSet:
         """The provider of a prompt's rows: pages may be shared by policies where it is equal."""
         return self.prefill or self.of_rows(policy)
 
+    def is_usual(self, policy: str, *, of_prompt: bool) -> bool:
+        """Whether the experts of the default policy compute such a row, once and for all."""
+        of = self.of_prompt if of_prompt else self.of_rows
+        return of(policy) == of(self.default) and (of_prompt or policy != "gate")
+
+    def unusual(self) -> list[ExpertProvider]:
+        """What computes generated rows that are not usual."""
+        names = list[str]()
+        for policy in (self.default, *self.offered):
+            if not self.is_usual(policy, of_prompt=False):
+                names += [self.of_rows(policy), *(["fp4"] if policy == "gate" else [])]
+        return [self.providers[name] for name in dict.fromkeys(names)]
+
     def shares_generated(self, policy: str) -> bool:
         """Whether generated tokens leave the pages that a prompt of them would leave."""
         return policy != "gate" and self.of_rows(policy) == self.of_prompt(policy)

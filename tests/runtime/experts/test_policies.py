@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,11 +25,13 @@ from moet.models.expert_encoder import TIERS, Tier
 from moet.models.moe import UnpackedExperts
 from moet.models.synthetic import write_checkpoint
 from moet.runtime.core import EngineCore
+from moet.runtime.device_runner import Placement
 from moet.runtime.experts.build import open_store
 from moet.runtime.experts.precision import PrecisionSet, max_probability
 from moet.runtime.experts.sizes import tier_sizes
 from moet.runtime.experts.store import ResidentExpertStore
 from moet.runtime.experts.tiered import TieredExpertStore
+from moet.runtime.queues import CpuQueue, uncaptured
 from moet.types import Request
 from tests.fakes import drain, request, tokens_of
 
@@ -101,6 +104,7 @@ class Models:
         prefix_cache: str = "off",
         num_pages: int = 64,
         num_host_blocks: int = 0,
+        placement: Placement | None = None,
         **scheduler: object,
     ) -> EngineCore:
         precisions = PrecisionSet(
@@ -122,6 +126,7 @@ class Models:
             vocab_size=model.vocab_size,
             seed=0,
             precisions=precisions,
+            placement=placement,
         )
 
 
@@ -341,3 +346,19 @@ def _experts_of(models: Models, name: str) -> set[int]:
 
     _events(models, {"w2": Watch()}, [one for one in GREEDY if one.request_id == name])
     return asked
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_a_device_follows_the_policies(models: Models, drafts: int) -> None:
+    """Captured where a policy computes rows again or in another format; requests of all policies
+    together."""
+    requests = [
+        request("a", PROMPT, max_tokens=4, precision="fp4", logprobs=0),
+        request("b", [42, 7, 99], max_tokens=6, precision="gate", logprobs=0),
+        request("c", PROMPT[5:12], max_tokens=5, logprobs=0),
+    ]
+    options: dict[str, Any] = {"offered": ("fp4", "gate"), "num_spec_tokens": drafts}
+    expected = run(models.core("w2", **options, max_num_seqs=3), requests)
+    placement = Placement(CpuQueue(), uncaptured)
+    core = models.core("w2", **options, max_num_seqs=3, placement=placement)
+    assert run(core, requests) == expected
