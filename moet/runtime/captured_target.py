@@ -45,7 +45,7 @@ class _Graph:
 
 
 class CapturedTarget:
-    """Callable as a Target of runtime/experts/precision.py, from one thread.
+    """Callable as a Target of runtime/experts/precision.py, from one thread, inside of the queue.
 
     providers: the experts whose passes are captured. buckets: numbers of sequences, ascending;
     rows_per_seq likewise. max_pages: of a sequence.
@@ -77,10 +77,11 @@ class CapturedTarget:
 
     def capture_all(self) -> None:
         """Capture every shape, the largest first."""
-        for num_seqs in reversed(self._buckets):
-            for num_rows in reversed(self._rows_per_seq):
-                for number in range(len(self._providers)):
-                    self._captured(num_seqs, num_rows, number)
+        with self._queue.working():
+            for num_seqs in reversed(self._buckets):
+                for num_rows in reversed(self._rows_per_seq):
+                    for number in range(len(self._providers)):
+                        self._captured(num_seqs, num_rows, number)
 
     def __call__(self, inputs: ForwardInput, experts: ExpertProvider) -> ModelOutput:
         """Run a pass. What it returns stays as it is."""
@@ -146,7 +147,6 @@ class CapturedTarget:
             graph.output = output
 
         graph = _Graph(run, ModelOutput(sent, sent))
-        with self._queue.working():
-            graph.work = self._capture(run)
+        graph.work = self._capture(run)
         self._graphs[key] = graph
         return graph

@@ -4,16 +4,21 @@ or a disk, cold or warm, in any company, with drafts or without. And a fault nam
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from moet.config import CacheConfig, SchedulerConfig
+from moet.config import CacheConfig, EngineConfig, ExpertConfig, SchedulerConfig, TargetConfig
 from moet.kernels.device_gemm import Device
 from moet.models.base import ResidentProvider
+from moet.models.checkpoint import Checkpoint
+from moet.models.convert import convert
+from moet.models.convert_plan import ConvertOptions
+from moet.models.pack import Pack
+from moet.models.synthetic import write_checkpoint
 from moet.runtime.core import EngineCore
 from moet.runtime.device_runner import Placement
 from moet.runtime.experts.disk import RowFile
@@ -23,6 +28,7 @@ from moet.runtime.experts.host import RETRY_AFTER_S, Arena, mapped_numbers
 from moet.runtime.experts.layer_stream import ByLength, LayerStream, stream_from
 from moet.runtime.experts.open_gpu import least_places
 from moet.runtime.experts.store import DeviceExperts
+from moet.runtime.loader import load_core
 from moet.runtime.queues import CudaGraphs, CudaQueue
 from tests.fakes import drain, request, tokens_of
 from tests.gpu.steps import NUM_DRAFTS, dummy
@@ -193,3 +199,54 @@ def test_a_row_that_cannot_be_read_ends_its_step_by_name(
     assert answers(core) == expected
     core.shutdown()
     host.close()
+
+
+def policy_answers(pack: Pack, experts: ExpertConfig) -> tuple[list[list[int]], Any]:
+    """Tokens of requests of every policy, from a core that is loaded as an engine's is."""
+    config = EngineConfig(
+        model=str(pack.folder),
+        target=TargetConfig(device="cuda"),
+        cache=CacheConfig(budget_bytes=64 << 20, prefix_cache="off"),
+        scheduler=SchedulerConfig(max_num_seqs=2, max_model_len=2048),
+        experts=experts,
+    )
+    core = load_core(config, lambda stage, share: None)
+    asked = [
+        request(name, [(13 * i + 5) % 250 + 2 for i in range(60)], max_tokens=12, precision=policy)
+        for name, policy in (("a", None), ("b", "fp4"), ("c", "gate"))
+    ]
+    for one in asked:
+        core.submit(one)
+    events = drain(core)
+    assert not [e.error for each in events.values() for e in each if e.error]
+    stats = core.expert_stats()
+    core.shutdown()
+    return [tokens_of(events[one.request_id]) for one in asked], stats
+
+
+def test_a_pack_is_served_alike_from_every_tier(gpu: Device, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "checkpoint", size="tiny")
+    source = Checkpoint.open(tmp_path / "checkpoint")
+    pack = convert(source, tmp_path / "pack", ConvertOptions(num_workers=2))
+    w2, fp4 = (pack.format(tier).row_bytes for tier in ("w2", "fp4"))
+    num_rows, num_experts = pack.experts.num_rows, pack.experts.num_experts
+    tau = 0.02
+    expected, _ = policy_answers(
+        pack,
+        ExpertConfig(offered=("fp4", "gate"), tau=tau, fp4_pool_bytes=num_rows * fp4),
+    )
+    tiers = ExpertConfig(
+        offered=("fp4", "gate"),
+        tau=tau,
+        pool_bytes=(num_experts + 2) * w2,
+        static_bytes=2 * w2,
+        fp4_pool_bytes=num_experts * fp4,
+        host_bytes=4 * num_experts * (w2 + fp4),
+        heat_file=str(tmp_path / "heat"),
+    )
+    found, stats = policy_answers(pack, tiers)
+    assert found == expected
+    assert all(tier.num_disk_reads > 0 for tier in stats.tiers)
+    assert 0 < stats.num_gated_rows <= stats.num_gate_rows
+    in_memory = replace(tiers, host_bytes=None, pool_bytes=10 * w2, static_bytes=0)
+    assert policy_answers(pack, in_memory)[0] == expected
