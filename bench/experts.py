@@ -517,7 +517,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--fp4-layers", type=int, default=10)
-    parser.add_argument("--disk-layers", type=int, default=6)
+    parser.add_argument("--disk-layers", type=int, default=8)
     parser.add_argument("--folder", type=Path, default=Path("/tmp"), help="for a file of rows")
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--seconds", type=float, default=250.0, help="after which no part begins")

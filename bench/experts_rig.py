@@ -62,6 +62,7 @@ class Rig:
     def total_bytes(self) -> int:
         return len(self.bases) * self.form.row_bytes
 
+    @torch.inference_mode()
     def set_skew(self, skew: float) -> None:
         """Make experts as popular as DummyOptions says, in place: captured steps see it."""
         for bias, at_one in self._biases:
@@ -72,6 +73,7 @@ class Rig:
             table.copy_(hash_table(tuple(table.shape), num_experts, skew, rng, table.device))
         self.skew = skew
 
+    @torch.inference_mode()
     def restore(self) -> None:
         """The state behind the context, as it was before any step."""
         for name, tensor in self._kept.items():
