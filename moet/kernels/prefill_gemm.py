@@ -27,6 +27,9 @@ from moet.kernels.stream_gemm import (
 
 LARGE_SHARED_BYTES = 200_000  # from which on a CTA has room for 128 tokens
 THREADS = 384
+# CTAs that share the tokens they read, where kernels for it exist: 1 or 2, with the same bits.
+TOGETHER = 1
+PAIRED = {("w2", "swiglu"), ("w2", "bf16"), ("fp8", "swiglu"), ("fp8", "bf16")}
 # Stages of tokens and places of weights, as `csrc/prefill_gemm.cu` lists them: large, small device.
 DEPTHS: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
     "w2_swiglu": ((4, 6), (2, 3)),
@@ -162,9 +165,12 @@ def _run(
     args.x, args.k = tiles.data.data_ptr(), tiles.k
     args.first_half_stages = half
     waiting = 2 if args.segments > 1 or args.slices > 1 else 1
+    paired = TOGETHER == 2 and (codec, name) in PAIRED and tile_rows(launcher) == 128
+    kind, width = ("paired", 2) if paired else ("prefill", 1)
+    bundles = tiles.data.shape[0] * -(-args.tiles // width)
     launcher.launch(
-        f"prefill_{codec}_{name}",
-        grid=max(1, min(tiles.data.shape[0] * args.tiles, launcher.num_sms)),
+        f"{kind}_{codec}_{name}",
+        grid=width * max(1, min(bundles, launcher.num_sms // width)),
         threads=THREADS,
         shared_bytes=_shared_bytes(
             codec, name, tile_rows(launcher), waiting, launcher.max_shared_bytes

@@ -83,3 +83,15 @@ PREFILL(prefill_fp8_bf16, FP8, STORE_BF16, 3, 3, 3, 0)
 PREFILL(prefill_bf16_bf16, BF16, STORE_BF16, 3, 3, 3, 0)
 PREFILL(prefill_fp8_f32, FP8, STORE_F32, 3, 3, 3, 0)
 PREFILL(prefill_bf16_f32, BF16, STORE_F32, 3, 3, 3, 0)
+
+// Two CTAs that share their tokens.
+#if MOET_SM == 90 && !defined(MOET_EMULATE)
+#define PAIRED(name, codec, epilogue, stages, depth)                                               \
+  KERNEL(PREFILL_THREADS, 1) __cluster_dims__(2, 1, 1) name(GRID_CONSTANT StreamArgs args) {       \
+    PrefillGemm<codec, 16, epilogue, stages, depth, 2>(args).run();                                \
+  }
+PAIRED(paired_w2_swiglu, W2, SWIGLU, 4, 6)
+PAIRED(paired_w2_bf16, W2, STORE_BF16, 4, 5)
+PAIRED(paired_fp8_swiglu, FP8, SWIGLU, 3, 3)
+PAIRED(paired_fp8_bf16, FP8, STORE_BF16, 3, 3)
+#endif

@@ -15,7 +15,9 @@
 constexpr int PREFILL_THREADS = 384;  // two warpgroups that multiply, one whose first thread copies
 constexpr int STAGED_COLUMNS = 72;    // of a staged token: 64, and room that keeps banks apart
 
-template <int CODEC, int GROUPS, int EPILOGUE, int STAGES, int DEPTH>
+// TOGETHER: CTAs of a cluster, which compute neighbouring weight rows of the same tokens: each copies its
+// share of these to all of them, as what an SM can read bounds the product.
+template <int CODEC, int GROUPS, int EPILOGUE, int STAGES, int DEPTH, int TOGETHER = 1>
 struct PrefillGemm {
   static constexpr int TOKENS = 8 * GROUPS;
   // Token groups of an entry at most: NVFP4 sums three times and has registers for fewer.
@@ -37,7 +39,7 @@ struct PrefillGemm {
   static constexpr int STAGED_BYTES = STAGED_TOKENS * STAGED_COLUMNS * 2 + TOKENS * 8;
 
   const StreamArgs& p;
-  int tid, lane, warp, group, total_chunks, items;
+  int tid, lane, warp, group, total_chunks, items, rank, first_item, stride, bundles;
 
   // Where this lane's copies are: an item and a chunk of it.
   int next_item, next_chunk, next_in_segment;
@@ -64,7 +66,13 @@ struct PrefillGemm {
     warp = uniform & 3;
     group = uniform >> 2;
     total_chunks = p.segments * p.chunks;
+    rank = TOGETHER > 1 ? cluster_rank() : 0;
+    first_item = blockIdx.x / TOGETHER, stride = gridDim.x / TOGETHER;
+    bundles = (p.tiles + TOGETHER - 1) / TOGETHER;
   }
+  // Of an item, its entry and this CTA's tile, which may be past the last.
+  DEVICE int entry_of(int item) const { return item / bundles; }
+  DEVICE int tile_of(int item) const { return item % bundles * TOGETHER + rank; }
 
   // A stage's barriers: its bytes are here; its eight warps are done with them.
   DEVICE static uint64_t* full(int s) { return reinterpret_cast<uint64_t*>(dynamic_shared()) + s; }
@@ -116,14 +124,19 @@ struct PrefillGemm {
   // The copying thread: a chunk of tokens in one piece.
   DEVICE void copy_all() {
     int to = 0, turn = 1;  // a new barrier's phase before the first counts as ended
-    for (int item = blockIdx.x; item < items; item += gridDim.x) {
-      int e = item / p.tiles;
+    for (int item = first_item; item < items; item += stride) {
+      int e = entry_of(item);
       uint32_t bytes = TOKEN_SCALE_BYTES + groups_of(entry(e).count) * 1024;
       const uint8_t* from = static_cast<const uint8_t*>(p.x) + uint64_t(e) * total_chunks * STAGE_BYTES;
       for (int chunk = 0; chunk < total_chunks; chunk++) {
         barrier_wait(empty(to), turn);
         barrier_arrive_expecting(full(to), bytes);
-        copy_bulk(ring(to), from, bytes, full(to));
+        if constexpr (TOGETHER > 1) {
+          uint32_t share = bytes / TOGETHER, at = rank * share;
+          copy_bulk_to_all(ring(to) + at, from + at, share, full(to), (1 << TOGETHER) - 1);
+        } else {
+          copy_bulk(ring(to), from, bytes, full(to));
+        }
         from += STAGE_BYTES;
         if (++to == STAGES) to = 0, turn ^= 1;
       }
@@ -134,7 +147,8 @@ struct PrefillGemm {
   DEVICE void aim() {
     next_chunk = next_in_segment = 0;
     if (next_item >= items) return;
-    int e = next_item / p.tiles, tile = next_item - e * p.tiles;
+    int e = entry_of(next_item), tile = tile_of(next_item);
+    if (tile >= p.tiles) tile = 0;  // past the last: computed, not stored
     int out_segment = tile / p.tiles_per_segment;
     Entry t = entry(e);
     if (t.slot < 0 || t.slot >= p.num_slots) t.slot = t.expert = 0;  // reported in finish
@@ -178,7 +192,7 @@ struct PrefillGemm {
       if constexpr (PLANE) scales += p.segment_stride, bases += p.base_segment_stride;
     }
     if (++next_chunk == total_chunks) {
-      next_item += gridDim.x;
+      next_item += stride;
       aim();
     }
   }
@@ -224,7 +238,12 @@ struct PrefillGemm {
   // This warp is done with a stage. The debug build lets every lane say so: race checkers follow that.
   DEVICE void leave_stage() {
     sync_warp();
-    if (LEAVING == THREADS || lane == 0) barrier_arrive(empty(stage));
+    if constexpr (TOGETHER > 1) {
+      if (LEAVING == THREADS || lane == 0)
+        for (int cta = 0; cta < TOGETHER; cta++) barrier_arrive_at(empty(stage), cta);
+    } else {
+      if (LEAVING == THREADS || lane == 0) barrier_arrive(empty(stage));
+    }
     if (++stage == STAGES) stage = 0, parity ^= 1;
   }
 #ifdef MOET_DEBUG
@@ -415,13 +434,16 @@ struct PrefillGemm {
 
   DEVICE void run() {
     if (tid == 0) {
-      for (int s = 0; s < STAGES; s++) barrier_init(full(s), 1), barrier_init(empty(s), LEAVING);
+      for (int s = 0; s < STAGES; s++) barrier_init(full(s), 1), barrier_init(empty(s), LEAVING * TOGETHER);
       barriers_are_ready();
     }
-    sync_threads();
+    if constexpr (TOGETHER > 1)
+      sync_cluster();
+    else
+      sync_threads();
     wait_for_previous_kernel();
     let_next_kernel_start();
-    items = (p.entries ? *p.num_entries : (p.num_rows + TOKENS - 1) / TOKENS) * p.tiles;
+    items = (p.entries ? *p.num_entries : (p.num_rows + TOKENS - 1) / TOKENS) * bundles;
     if (tid >= THREADS) {
       give_registers<40>();
       if (tid == THREADS) copy_all();
@@ -429,24 +451,25 @@ struct PrefillGemm {
       take_registers<232>();
       multiply_all();
     }
+    if constexpr (TOGETHER > 1) sync_cluster();  // others may still send to this CTA
   }
 
   DEVICE void multiply_all() {
     place = stage = parity = 0;
-    next_item = blockIdx.x;
+    next_item = first_item;
     aim();
     for (int s = 0; s < DEPTH; s++) fetch(s);
     read_ahead(0);
     Entry coming = {0, 0, 0, 0};  // loaded an item ahead
-    if (blockIdx.x < items) coming = entry(blockIdx.x / p.tiles);
+    if (first_item < items) coming = entry(entry_of(first_item));
 #pragma unroll 1
-    for (int item = blockIdx.x; item < items; item += gridDim.x) {
-      int tile = item % p.tiles;
+    for (int item = first_item; item < items; item += stride) {
+      int tile = tile_of(item);
       segment = tile / p.tiles_per_segment;
       in_segment_tile = tile - segment * p.tiles_per_segment;
       now = coming;
-      int after = item + gridDim.x;
-      if (after < items) coming = entry(after / p.tiles);
+      int after = item + stride;
+      if (after < items) coming = entry(entry_of(after));
       int token = tid & 127, at = now.first + (token < now.count ? token : 0);
       token_row = p.pairs ? p.pairs[at] : at;
       token_weight = 1.0f;
@@ -457,7 +480,7 @@ struct PrefillGemm {
       }
       float sum[VALUES];
       choose_shape(groups_of(now.count), sum);
-      finish(sum);
+      if (TOGETHER == 1 || tile < p.tiles) finish(sum);
     }
   }
   DEVICE void choose_shape(int groups, float* sum) {
