@@ -22,6 +22,12 @@ from moet.bench.device_rig import DeviceRig
 from moet.bench.device_step import profile_kernels
 from moet.bench.rig import Shape
 from moet.config import ModelSettings
+from moet.kernels import (
+    triton_attention,
+    triton_attention_inputs,
+    triton_indexer,
+    triton_rows,
+)
 from moet.kernels.fetch_ahead import FetchAhead, FetchNothing
 from moet.models.deepseek_v4 import DeepseekV4
 from moet.models.dummy import DummyOptions
@@ -50,18 +56,32 @@ def fetching(*, beside: bool, at_once: bool = False) -> Change:
     return change
 
 
+def overlapping(model: DeepseekV4) -> None:
+    """Triton's kernels begin while the kernel ahead ends, as the CUDA ones do."""
+    launched(OVERLAP=True, launch_pdl=True)
+
+
+def launched(**options: bool) -> None:
+    for module in (triton_attention, triton_attention_inputs, triton_indexer, triton_rows):
+        module.overlap = lambda like: options  # type: ignore[attr-defined]
+
+
 VARIANTS: dict[str, list[Change]] = {
     "plain": [],
     "products": [products],
     "fetch between": [fetching(beside=False)],
     "fetch between, at once": [fetching(beside=False, at_once=True)],
     "fetch beside": [fetching(beside=True)],
+    "overlap": [overlapping],
+    "products, overlap": [products, overlapping],
+    "products, overlap, fetch beside": [products, overlapping, fetching(beside=True)],
     "products, fetch between": [products, fetching(beside=False)],
     "products, fetch beside": [products, fetching(beside=True)],
 }
 
 
 def plain(model: DeepseekV4) -> None:
+    launched(OVERLAP=False, launch_pdl=False)
     model._fetch = FetchNothing()
     for layer in model.layers:
         layer.attn._at_once = False

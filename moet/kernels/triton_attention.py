@@ -19,10 +19,12 @@ from moet.kernels.quant import Activations
 from moet.kernels.rows import Rows
 from moet.kernels.triton_common import (
     CODED_ROWS,
+    begin,
     e4m3_codes,
     e4m3_exponent,
     load_rotation,
     mma_place,
+    overlap,
     power_of_two,
     rotate_pairs,
 )
@@ -189,9 +191,11 @@ def attend(
     DIM: tl.constexpr,
     ROPE: tl.constexpr,
     KEYS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Row, tile, head block. WHOLE: all tiles of a row in turn, and its output; otherwise one tile,
     and its sums."""
+    begin(OVERLAP)
     BLOCKS: tl.constexpr = DIM // 64
     WINDOW_TILES: tl.constexpr = (WINDOW + KEYS - 1) // KEYS
     DATA: tl.constexpr = DIM + ROPE
@@ -346,9 +350,11 @@ def join(
     KEYS: tl.constexpr,
     EACH: tl.constexpr,
     AHEAD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Row and EACH heads: the tiles that have keys, in ascending order, AHEAD of them read at
     once."""
+    begin(OVERLAP)
     WINDOW_TILES: tl.constexpr = (WINDOW + KEYS - 1) // KEYS
     row = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * EACH + tl.arange(0, EACH)
@@ -439,6 +445,7 @@ def _launch(
         "DIM": dim,
         "ROPE": 2 * cos.shape[1],
         "KEYS": KEYS,
+        **overlap(q),
     }
     attend[(num_rows, 1 if whole else num_tiles, triton.cdiv(num_heads, heads))](
         q,

@@ -16,10 +16,12 @@ from moet.kernels.quant import Activations
 from moet.kernels.rows import Rows
 from moet.kernels.triton_common import (
     CODED_ROWS,
+    begin,
     e4m3_codes,
     e4m3_exponent,
     load_rotation,
     mma_place,
+    overlap,
     power_of_two,
     rotate_pairs,
     store_fp8_row,
@@ -155,9 +157,11 @@ def prepare(
     SECOND_ROTATE: tl.constexpr,
     SECOND_FP8: tl.constexpr,
     SECOND_COLUMN: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Row and part: the first compressor (its programs take longest), the second, the KV row, the
     latent."""
+    begin(OVERLAP)
     row = tl.program_id(1).to(tl.int64)
     part = tl.program_id(0)
     p = tl.load(positions + row)
@@ -393,6 +397,7 @@ def attention_inputs(
         WINDOW_SCALES=form.planes().bytes_per_entry[1],
         KEEP=rows.short,
         num_warps=NUM_WARPS,
+        **overlap(qr_kv),
         **_site_facts(compressors, window, kv_norm_weight, cos, sin),
     )
     if not rows.short:

@@ -9,8 +9,25 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 CODED_ROWS = 256  # steps of more rows are multiplied in tiles that round their inputs themselves
+
+
+def overlap(like: Tensor) -> dict[str, bool]:
+    """How a kernel is launched that calls `begin`, on tensors like this one: before the one ahead
+    of it has ended, or after."""
+    del like  # off until a GPU has run it
+    return {"OVERLAP": False, "launch_pdl": False}
+
+
+@triton.jit
+def begin(OVERLAP: tl.constexpr):
+    """Comes first in a kernel: what the one ahead wrote is there, and the next one may come."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit

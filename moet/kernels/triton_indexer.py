@@ -16,11 +16,13 @@ from moet.kernels.mla_cache import Fp8IndexKeys
 from moet.kernels.rows import Rows
 from moet.kernels.triton_common import (
     CODED_ROWS,
+    begin,
     e2m1_codes,
     e2m1_values,
     exponent_byte,
     hadamard_sign,
     load_rotation,
+    overlap,
     power_of_two,
     rotate_pairs,
 )
@@ -134,9 +136,11 @@ def score_page(
     DIM: tl.constexpr,
     ENTRIES: tl.constexpr,
     FP8: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Scores of rows_each rows for the entries of one page of each, which is read again only where
     the next row has another. Rows that see no more than TOP_K need none."""
+    begin(OVERLAP)
     page_idx = tl.program_id(0)
     first = tl.program_id(1).to(tl.int64) * rows_each
     e, h, d = tl.arange(0, ENTRIES), tl.arange(0, HEADS_PAD), tl.arange(0, DIM)
@@ -188,9 +192,11 @@ def choose_in_chunk(
     K: tl.constexpr,
     CHUNK: tl.constexpr,
     LAST: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """The best K of a chunk of a row's scores, ascending by entry. LAST: there is one chunk only,
     and rows that see at most K entries get all of them."""
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     visible = (tl.load(positions + row) + 1) // RATIO
@@ -226,9 +232,11 @@ def choose_of_chunks(
     PARTS: tl.constexpr,
     NUM: tl.constexpr,
     LAST: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """The best K of what PARTS chunks of SPAN entries each gave. LAST: there is one such group, and
     rows that see at most K entries get all of them."""
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     visible = (tl.load(positions + row) + 1) // RATIO
@@ -339,6 +347,7 @@ def _select(
             ENTRIES=form.entries_per_page,
             FP8=isinstance(form, Fp8IndexKeys),
             num_warps=4,
+            **overlap(q),
         )
     num_chunks = triton.cdiv(width, CHUNK)
     if num_chunks == 1:
@@ -355,6 +364,7 @@ def _select(
             CHUNK=chunk,
             LAST=True,
             num_warps=8 if chunk > 1024 else 4,
+            **overlap(q),
         )
         return
     candidates = torch.empty((num_rows, num_chunks * top_k), dtype=torch.int32, device=q.device)
@@ -371,6 +381,7 @@ def _select(
         CHUNK=CHUNK,
         LAST=False,
         num_warps=8,
+        **overlap(q),
     )
     span = CHUNK
     while True:
@@ -396,6 +407,7 @@ def _select(
             NUM=num,
             LAST=last,
             num_warps=8 if num <= 8192 else 16,
+            **overlap(q),
         )
         if last:
             return

@@ -13,8 +13,10 @@ from torch import Tensor
 from moet.kernels.cache import Cache, Fp8Rows
 from moet.kernels.triton_common import (
     CODED_ROWS,
+    begin,
     load_rotation,
     load_turns,
+    overlap,
     rotate_pairs,
     store_fp8_row,
 )
@@ -51,8 +53,10 @@ def norm_rope(
     INDEX_HEADS: tl.constexpr,
     INDEX_EACH: tl.constexpr,
     INDEX_DIM: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Row and part: EACH heads, or behind them INDEX_EACH heads of the index query."""
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     PARTS: tl.constexpr = (HEADS + EACH - 1) // EACH
@@ -203,6 +207,7 @@ def query_heads(
             INDEX_EACH=INDEX_HEADS_EACH,
             INDEX_DIM=index_dim,
             num_warps=4,
+            **overlap(q),
         )
     if apart:
         index_q = q[:, num_heads * head_dim :]
