@@ -55,7 +55,7 @@ from moet.runtime.plan_types import PlanSettings
 from moet.runtime.queues import CudaGraphs, CudaQueue
 
 RESULTS = Path(__file__).parent / "results" / "multi_gpu.json"
-PARTS = ("links", "small", "one", "tensor", "stages", "glm", "glm-bf16")
+PARTS = ("links", "small", "one", "tensor", "on-read", "stages", "glm", "glm-bf16")
 SMALL_LAYERS = 6
 SKEW, SEED = 0.5, 0
 CALLS_PER_GRAPH, ROUNDS = 50, 12
@@ -376,7 +376,7 @@ def be_rank(args: argparse.Namespace) -> int:
         bench.part("waiting for one rank", lambda: group.meet("one rank's part"))
     if {"small", "tensor", "glm", "glm-bf16"} & set(parts):
         connect(group, device).wait_at_most(LOADING_WAIT_S)
-    suites = {
+    suites: dict[str, Suite] = {
         "small": v4(SMALL_LAYERS, two=True),
         "tensor": v4(args.layers, two=True),
         "glm": glm(args.glm_layers, fp8=True),
@@ -385,6 +385,11 @@ def be_rank(args: argparse.Namespace) -> int:
     for name, suite in suites.items():
         if name in parts:
             bench.part(name, partial(steps, bench, device, group, suite, args.steps))
+    if "on-read" in parts:  # sums of few rows are made by what passes streams on
+        connect(group, device, on_read=True).wait_at_most(LOADING_WAIT_S)
+        suite = v4(args.layers, two=True)
+        work = partial(steps, bench, device, group, suite, args.steps, ", sums on read")
+        bench.part("on-read", work)
     if "stages" in parts:
         config = ParallelConfig(pipeline=args.ranks, hang_timeout_s=BEAT_S)
         stages = bench.group = join(args, "stages", config)

@@ -80,6 +80,13 @@ class PeerLinks:
         assert len(self.windows) in (1, 2, MAX_RANKS), f"{len(self.windows)} ranks"
         assert self.max_bytes % PAIR_BYTES == 0
 
+    def beside(self, max_bytes: int) -> PeerLinks:
+        """Links of their own turns in the same windows, behind these."""
+        own = window_bytes(self.max_bytes, len(self.windows))
+        windows = tuple(address + own for address in self.windows)
+        turns, limit_ns = torch.zeros_like(self.turns), self.limit_ns
+        return PeerLinks(self.launcher, windows, self.rank, max_bytes, turns, self.error, limit_ns)
+
     def wait_at_most(self, seconds: float) -> None:
         """How long calls wait from now on, also those that wait already."""
         self.limit_ns[0] = int(seconds * 1e9)
@@ -153,14 +160,20 @@ class PeerLinks:
 @dataclass(frozen=True, slots=True)
 class RankPart:
     """This rank's part of a sum that whoever reads it makes on its way in. part: [rows, dim] bf16,
-    contiguous. links: for such sums alone, with rows' own turns."""
+    contiguous. links: for such sums alone, with rows' own turns. add: makes the sum by itself."""
 
     part: Tensor
     links: PeerLinks
+    add: Callable[[Tensor], Tensor]
 
     def __post_init__(self) -> None:
         assert self.part.dtype == torch.bfloat16
         assert self.links.sums(self.part)
+
+
+def added(x: Tensor | RankPart) -> Tensor:
+    """The sum, for those who cannot make it."""
+    return x if isinstance(x, Tensor) else x.add(x.part)
 
 
 class Window(Protocol):

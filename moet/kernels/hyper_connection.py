@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moet.kernels.comm import RankPart, added
 from moet.kernels.gemm import matmul
 from moet.kernels.norm import rms_norm
 from moet.kernels.quant import Activations
@@ -149,7 +150,7 @@ def hc_enter(
 
 @op(tolerance=2**-7)
 def hc_pass(
-    y: Tensor,
+    y: Tensor | RankPart,
     streams: Tensor,
     post: Tensor,
     mix: Tensor,
@@ -164,10 +165,11 @@ def hc_pass(
 ) -> tuple[Tensor, Tensor | Activations, Tensor, Tensor]:
     """From one sublayer's output to the next one's input: hc_post, then hc_enter on its result.
 
-    y, streams, post, mix: as in hc_post. The others: of the next site. Returns the new streams,
+    y, streams, post, mix: as in hc_post; y may be what several ranks have parts of. The others: of
+    the next site. Returns the new streams,
     the normed input x [n, dim], and the next site's post and mix.
     """
-    streams = hc_post(y, streams, post, mix)
+    streams = hc_post(added(y), streams, post, mix)
     x, post, mix = hc_enter(
         streams, fn, base, scale, weight, norm_eps=norm_eps, hc_eps=hc_eps, num_iters=num_iters
     )
@@ -229,7 +231,7 @@ def _hc_enter_placed(
 
 @hc_pass.impl("cuda", supports=_placed_fit)
 def _hc_pass_placed(
-    y: Tensor,
+    y: Tensor | RankPart,
     streams: Tensor,
     post: Tensor,
     mix: Tensor,
@@ -299,7 +301,7 @@ def _hc_enter(
 
 @hc_pass.impl("triton", supports=_streams_fit)
 def _hc_pass(
-    y: Tensor,
+    y: Tensor | RankPart,
     streams: Tensor,
     post: Tensor,
     mix: Tensor,
@@ -316,7 +318,7 @@ def _hc_pass(
 
     assert isinstance(fn, Tensor)
     return triton_hyper_connection.hc_pass(
-        y,
+        added(y),
         streams,
         post,
         mix,

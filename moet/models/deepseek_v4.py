@@ -16,6 +16,7 @@ from moet.errors import CheckpointError, ConfigError
 from moet.kernels.attention import Sink, chunks_fit, window_attention_q
 from moet.kernels.attention_inputs import CompressorSite, attention_inputs
 from moet.kernels.cache import EntryFormat, copy_entries
+from moet.kernels.comm import RankPart, added
 from moet.kernels.device_attention import PlacedSink
 from moet.kernels.device_gemm import Device
 from moet.kernels.device_streams import MixMatrix
@@ -298,7 +299,7 @@ class Attention:
         self._queries_codes = codes_of(self.queries.weight)
         self._out_codes = codes_of(self.wo_a.weight)
 
-    def __call__(self, x: Tensor | Activations, step: Step) -> Tensor:
+    def __call__(self, x: Tensor | Activations, step: Step) -> Tensor | RankPart:
         """x: [n, dim], normalised. Returns [n, dim] and updates this layer's state."""
         cos_sin = step.compress if self.ratio else step.main
         qr_kv, projected = self._projections(x)
@@ -346,7 +347,7 @@ class Attention:
         )
         if chunk is not None:
             self._copy(chunk, ring, slots)
-        return self.wo_b(self.wo_a(o).flatten(1))
+        return self.wo_b.on_read(self.wo_a(o).flatten(1))
 
     def _projections(self, x: Tensor | Activations) -> tuple[Tensor, Tensor | None]:
         """Latents of queries and KV, and what compressors and indexer read: [n, columns] fp32."""
@@ -380,7 +381,7 @@ class Residual:
 
     def __init__(self, streams: Tensor) -> None:
         self.streams = streams
-        self.pending: tuple[Tensor, Tensor, Tensor] | None = None  # y, post, mix
+        self.pending: tuple[Tensor | RankPart, Tensor, Tensor] | None = None  # y, post, mix
 
 
 def _mix_matrix(weights: Weights, name: str, num_out: int, num_in: int) -> Tensor | MixMatrix:
@@ -427,7 +428,7 @@ class HyperConnection:
         """The streams with everything mixed in."""
         if residual.pending is not None:
             y, post, mix = residual.pending
-            residual.streams = self._post(y, residual.streams, post, mix)
+            residual.streams = self._post(added(y), residual.streams, post, mix)
             residual.pending = None
         return residual.streams
 
@@ -488,7 +489,7 @@ def _load_moe(weights: Weights, config: DeepseekV4Config, layer_idx: int) -> MoE
         limit=limit,
         arch=settings.arch,
     )
-    return MoE(layer_idx, router, shared, limit=limit, settings=settings)
+    return MoE(layer_idx, router, shared, limit=limit, settings=settings, on_read=True)
 
 
 class Head:

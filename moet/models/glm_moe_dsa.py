@@ -15,6 +15,7 @@ from torch import Tensor
 from moet.config import KVDtype, ModelSettings, Rounding
 from moet.errors import ConfigError
 from moet.kernels.cache import PlainRows, PlanedFormat
+from moet.kernels.comm import added
 from moet.kernels.device_gemm import Device, PackedMatrix
 from moet.kernels.gemm import Matrix, grouped_linear, linear_fp32, streamed
 from moet.kernels.indexer import index_select
@@ -251,7 +252,8 @@ class DecoderLayer:
         if self.mlp is not None:
             return x, self.mlp(normed), selection
         assert self.moe is not None
-        return x, self.moe(normed, step.token_ids, step.rows.positions, experts), selection
+        made = self.moe(normed, step.token_ids, step.rows.positions, experts)
+        return x, added(made), selection
 
 
 def _mlp(weights: Weights, hidden: int, width: int) -> SwigluMlp:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moet.config import ModelSettings
 from moet.errors import CheckpointError, UnsupportedError
+from moet.kernels.comm import RankPart
 from moet.kernels.device_gemm import Device, PackedGroups, PackedMatrix
 from moet.kernels.gemm import (
     Groups,
@@ -222,7 +223,7 @@ class InputLinear:
         self._whole = whole.bind(arch=settings.arch, **facts) if alone else None
 
     def partial(self, x: Tensor) -> Tensor:
-        """This rank's part of the product, which is to be summed over the ranks; fp32 on the CPU."""
+        """This rank's part of the product, to be summed over the ranks; fp32 on the CPU."""
         return self._share(x, self.weight, num_slices=self.num_slices)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -230,6 +231,12 @@ class InputLinear:
         if self._whole is not None:
             return self._whole(x, self.weight)
         return self.shard.comm.sum(self.partial(x), x.dtype)
+
+    def on_read(self, x: Tensor) -> Tensor | RankPart:
+        """The whole product, or this rank's part for an op that sums."""
+        if self._whole is not None:
+            return self._whole(x, self.weight)
+        return self.shard.comm.sum_on_read(self.partial(x), x.dtype)
 
 
 class GroupedLinear:

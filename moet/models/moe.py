@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moet.config import ModelSettings
+from moet.kernels.comm import RankPart
 from moet.kernels.gemm import Matrix, linear_fp32
 from moet.kernels.moe import (
     ExpertTable,
@@ -125,8 +126,11 @@ class MoE:
         limit: float | None,
         settings: ModelSettings,
         weigh_output: bool = False,
+        on_read: bool = False,
     ) -> None:
+        """on_read: whoever takes the output can sum the ranks' parts."""
         self.layer_idx = layer_idx
+        self._on_read = on_read
         self.router = router
         self.shared = shared
         self.limit = limit
@@ -143,7 +147,7 @@ class MoE:
 
     def __call__(
         self, x: Tensor | Activations, token_ids: Tensor, positions: Tensor, experts: ExpertProvider
-    ) -> Tensor:
+    ) -> Tensor | RankPart:
         """x: [n, dim]; token_ids, positions: [n]. Returns [n, dim] in the dtype of x."""
         if self._whole is not None:
             assert isinstance(experts, ResidentProvider), "tiers of experts have no GPU form yet"
@@ -159,7 +163,10 @@ class MoE:
                 weigh_output=self.weigh_output,
                 num_slices=self.num_slices,
             )
-            return part if self.shard.size == 1 else self.shard.comm.sum(part)
+            if self.shard.size == 1:
+                return part
+            comm = self.shard.comm
+            return comm.sum_on_read(part) if self._on_read else comm.sum(part)
         x = plain_values(x)
         expert_ids, weights = self.router(x, token_ids)
         routed = self._mixture(

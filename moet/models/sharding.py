@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moet.errors import CheckpointError, ConfigError
+from moet.kernels.comm import RankPart
 from moet.kernels.gemm import MAX_SLICES, slices_of
 from moet.kernels.moe import ExpertFormat, ExpertTable
 from moet.kernels.quant import FP8_BLOCK
@@ -33,6 +34,10 @@ class Comm(Protocol):
 
         Added in fp32 and rounded once to dtype: bf16, or that of x.
         """
+        ...
+
+    def sum_on_read(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor | RankPart:
+        """As sum, or x as it is for the op behind it to sum, where that op can."""
         ...
 
     def gather(self, x: Tensor) -> Tensor:
@@ -57,6 +62,8 @@ class Alone:
 
     def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return x.to(dtype or x.dtype)
+
+    sum_on_read = sum
 
     def gather(self, x: Tensor) -> Tensor:
         return x

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moet.kernels import device_streams
+from moet.kernels.comm import CTAS, PeerLinks, RankPart, window_bytes
 from moet.kernels.device_gemm import Device
 from moet.kernels.device_streams import MixMatrix
 from moet.kernels.hyper_connection import hc_enter, hc_head_norm, hc_pass
@@ -130,3 +132,43 @@ def test_many_rows_come_without_codes(device: Device, monkeypatch: pytest.Monkey
     x = run(*before, MixMatrix(weights[0], device), *weights[1:], **HC, num_iters=2)[1]
     assert isinstance(x, Activations)
     assert x.codes is None
+
+
+def test_a_rank_s_part_is_summed_on_its_way_in(launcher: Emulator) -> None:
+    """Two processes, a step of three rows after one of one: the bits of a pass over the sum."""
+    steps_of = (1, 3, 2)
+    windows = [torch.zeros(window_bytes(4096, 2), dtype=torch.uint8).share_memory_() for _ in "ab"]
+    addresses = windows[0].data_ptr(), windows[1].data_ptr()
+    found = torch.zeros(2, sum(steps_of) * 4 * DIM).share_memory_()
+    given = []
+    for num_rows in steps_of:
+        parts = [torch.randn(num_rows, DIM).bfloat16() for _ in "ab"]
+        given.append((parts, step(num_rows)[1:], site(24)))
+
+    def passed(rank: int | None) -> Tensor:
+        device = Device.around(launcher, f"sm{launcher.sm}a", "cpu")
+        run = hc_pass.bind(arch=device.arch, dim=DIM, **FACTS)
+        numbers = torch.zeros(CTAS, dtype=torch.int32), device.error
+        links = PeerLinks(
+            launcher, addresses, rank or 0, 4096, *numbers, torch.full((1,), 20_000_000_000)
+        )
+        made = []
+        for parts, others, weights in given:
+            whole = (parts[0].float() + parts[1].float()).bfloat16()
+            y = whole if rank is None else RankPart(parts[rank], links, lambda x: x)
+            placed = MixMatrix(weights[0], device), *weights[1:]
+            made.append(run(y, *others, *placed, **HC, num_iters=2)[0].float().flatten())
+        assert int(device.error) == 0
+        return torch.cat(made)
+
+    child = os.fork()
+    if child == 0:
+        try:
+            found[1] = passed(1)
+        finally:
+            os._exit(0)
+    found[0] = passed(0)
+    os.waitpid(child, 0)
+    expected = passed(None)
+    assert torch.equal(found[0], expected)
+    assert torch.equal(found[1], expected)

@@ -43,6 +43,8 @@ class ThreadComm:
     def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return tree_sum(self.board.all(self.rank, x)).to(dtype or x.dtype)
 
+    sum_on_read = sum
+
     def gather(self, x: Tensor) -> Tensor:
         return torch.cat(self.board.all(self.rank, x), 1)
 

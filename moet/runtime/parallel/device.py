@@ -24,11 +24,13 @@ from moet.kernels.comm import (
     HostWindow,
     PeerLinks,
     PeerWindow,
+    RankPart,
     Window,
     register_host,
     window_bytes,
 )
 from moet.kernels.device_gemm import Device
+from moet.kernels.device_streams import FUSED_ROWS
 from moet.kernels.gemm import tree_sum
 from moet.runtime.parallel.group import NEVER, Group, Links
 from moet.runtime.parallel.monitor import GroupError
@@ -36,6 +38,8 @@ from moet.runtime.parallel.monitor import GroupError
 logger = logging.getLogger(__name__)
 
 Way = Literal["peer", "host"]
+SUM_ON_READ = False
+READ_BYTES = 64 << 10  # of a rank, at most, in a sum that its reader makes
 PEER_BYTES = 2 << 20  # of a rank, at most, through a window; NCCL is faster beyond
 PROBE_ROUNDS = 8
 PROBE_WAIT_S = 5.0
@@ -69,6 +73,7 @@ class DeviceComm:
     ) -> None:
         self.stage, self.column, self.before, self.behind = stage, column, before, behind
         self.peers = peers
+        self.readers: PeerLinks | None = None  # for sums that the op behind them makes
 
     def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         x, dtype = x.contiguous(), dtype or x.dtype
@@ -80,6 +85,12 @@ class DeviceComm:
         if len(every) == 2 and dtype == x.dtype:  # torch adds bf16 in fp32 and rounds once
             return every[0] + every[1]
         return tree_sum([each.float() for each in every]).to(dtype)
+
+    def sum_on_read(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor | RankPart:
+        few = x.dim() == 2 and len(x) <= FUSED_ROWS and dtype in (None, x.dtype)
+        if self.readers is None or not few or x.dtype != torch.bfloat16 or x.numel() == 0:
+            return self.sum(x, dtype)
+        return RankPart(x.contiguous(), self.readers, self.sum)
 
     def gather(self, x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -122,8 +133,9 @@ class DeviceComm:
 
     def wait_at_most(self, seconds: float) -> None:
         """How long the kernels that take from a window wait for the other ranks."""
-        if self.peers is not None:
-            self.peers.wait_at_most(seconds)
+        for links in (self.peers, self.readers):
+            if links is not None:
+                links.wait_at_most(seconds)
 
     def close(self) -> None:
         """End everything that still waits for another rank. From any thread."""
@@ -133,8 +145,16 @@ class DeviceComm:
                 links.abort()
 
 
-def connect(group: Group, device: Device, ways: Sequence[Way] = ("peer", "host")) -> DeviceComm:
+def connect(
+    group: Group,
+    device: Device,
+    ways: Sequence[Way] = ("peer", "host"),
+    *,
+    on_read: bool = SUM_ON_READ,
+) -> DeviceComm:
     """Connect the GPUs of a group and make that its comm; all ranks must call alike.
+
+    on_read: leave sums of few rows to the ops behind them that can make them.
 
     Each kind of connection is tried with known values first. Raises GroupError if NCCL brings wrong
     ones or none.
@@ -146,6 +166,8 @@ def connect(group: Group, device: Device, ways: Sequence[Way] = ("peer", "host")
     _probe_nccl(group, comm, device.torch_device)
     if stage is not None:
         comm.peers = _peers(group, device, ways)
+        if comm.peers is not None and on_read:
+            comm.readers = comm.peers.beside(READ_BYTES)
     comm.wait_at_most(LOADING_WAIT_S)
     group.use(comm)
     return comm
@@ -239,7 +261,7 @@ def _peers(group: Group, device: Device, ways: Sequence[Way]) -> PeerLinks | Non
 
 def _window(way: Way, group: Group, exchange: Exchange) -> Window:
     size, rank = group.size, group.tensor_rank
-    num_bytes = window_bytes(PEER_BYTES, size)
+    num_bytes = window_bytes(PEER_BYTES, size) + window_bytes(READ_BYTES, size)
     if way == "peer":
         return PeerWindow(num_bytes, rank, exchange)
     name = f"{group.key}-{group.stage}"

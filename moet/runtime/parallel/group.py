@@ -365,6 +365,8 @@ class GroupComm:
         every = self.group.gathered(self.stage, x.contiguous(), self._what("sum"))
         return tree_sum([each.float() for each in every]).to(dtype)
 
+    sum_on_read = sum
+
     def gather(self, x: Tensor) -> Tensor:
         if self.stage.size() == 1:
             return x
