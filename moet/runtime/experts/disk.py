@@ -40,9 +40,11 @@ class RowFile:
         direct: bool = True,
         stride_bytes: int | None = None,
         offset_bytes: int = 0,
+        begin: Callable[[], None] = lambda: None,
     ) -> None:
         """name_of: what a row is called in an error. direct: past the page cache. A row is the
-        row_bytes from offset_bytes on of every stride_bytes; None: rows have no gaps."""
+        row_bytes from offset_bytes on of every stride_bytes; None: rows have no gaps. begin: what
+        each reading thread does first."""
         assert row_bytes % ALIGNMENT_BYTES == 0
         self.path = path
         self.row_bytes = row_bytes
@@ -52,7 +54,7 @@ class RowFile:
         self._name_of = name_of
         self._preadv = preadv
         self._file = _open(path) if direct else os.open(path, os.O_RDONLY)
-        self._threads = ThreadPoolExecutor(num_readers, thread_name_prefix="moet-expert-read")
+        self._threads = ThreadPoolExecutor(num_readers, "moet-expert-read", begin)
 
     def read(self, row: int, out: Tensor) -> Future[None]:
         """Fill out, [row_bytes] uint8, with a row. The future has an ExpertReadError if that fails;

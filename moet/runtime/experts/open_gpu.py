@@ -23,6 +23,7 @@ from moet.runtime.experts.disk import RowFile
 from moet.runtime.experts.feeder import ON_DISK, RowFeeder
 from moet.runtime.experts.gpu import FETCH_TIMEOUT_S, CachedExperts, HostSide
 from moet.runtime.experts.host import Arena, mapped_numbers, page_aligned
+from moet.runtime.experts.numa import near, stay_on
 from moet.runtime.experts.sizes import GIB, TierSizes
 from moet.runtime.parallel.experts import share_of
 
@@ -64,7 +65,8 @@ def open_cached(
     ranked = list(dict.fromkeys([*hot, *range(len(file_rows))]))
     static, rest = ranked[: sizes.num_static], ranked[sizes.num_static :]
     in_arena = sorted(rest[: sizes.num_places])
-    file = files(num_readers=START_READERS, direct=False)
+    beside = near(gpu.torch_device)  # readers are the first to write the arena's pages
+    file = files(num_readers=START_READERS, direct=False, begin=partial(stay_on, beside))
     try:
         arena = Arena(
             len(in_arena),

@@ -24,8 +24,9 @@ from moet.runtime.experts.open_gpu import open_cached
 from moet.runtime.experts.precision import PrecisionSet
 from moet.runtime.experts.serving import default_policy, formats_of, heat_path
 from moet.runtime.experts.sizes import GIB, TierSizes, tier_sizes
+from moet.runtime.experts.tiered import LOW_HIT_RATE, WATCHED
 from moet.runtime.memory import HOST_RESERVE_BYTES
-from moet.runtime.metrics import ExpertStats
+from moet.runtime.metrics import ExpertStats, TierStats
 from moet.runtime.parallel.experts import share_of
 from moet.runtime.plan_types import ExpertPlan
 
@@ -105,6 +106,8 @@ class DeviceServed:
         self.caches: list[CachedExperts] = []
         self._heat_files: list[tuple[CachedExperts, Path]] = []
         self._pack, self._shard = pack, shard
+        self._first = pack.format(formats_of(config)[0]).name
+        self._counted: dict[str, tuple[float, float]] = {}  # hits and misses, when last looked at
         providers: dict[str, ResidentProvider] = {}
         try:
             for tier in formats_of(config):
@@ -122,10 +125,12 @@ class DeviceServed:
 
     def stats(self) -> ExpertStats:
         """Where rows are, what was asked for, and what the gate did."""
-        precisions = self.precisions
+        precisions, tiers = self.precisions, [cache.stats() for cache in self.caches]
+        for tier in tiers:
+            self._warn(tier)
         return ExpertStats(
             layers=[],
-            tiers=[cache.stats() for cache in self.caches],
+            tiers=tiers,
             tau=precisions.tau,
             num_gate_rows=precisions.num_judged,
             num_gated_rows=precisions.num_again,
@@ -140,6 +145,26 @@ class DeviceServed:
             raise RequestError(f"tau is {tau}; it must be from 0 to 1", param="tau")
         if tau is not None:
             self.precisions.tau = tau
+
+    def _warn(self, tier: TierStats) -> None:
+        """Say once in a while that a pool is too small, with the flag that changes it."""
+        counted = tier.total("num_hits"), tier.total("num_misses")
+        before = self._counted.get(tier.format, (0.0, 0.0))
+        hits, misses = counted[0] - before[0], counted[1] - before[1]
+        if hits + misses < WATCHED:
+            return
+        self._counted[tier.format] = counted
+        rate = hits / (hits + misses)
+        if rate < LOW_HIT_RATE:
+            flag = "--expert-pool" if tier.format == self._first else "--fp4-pool"
+            logger.warning(
+                "%.0f %% of the %s experts asked for lately were in their pool of %d slots; %s "
+                "makes it larger",
+                100 * rate,
+                tier.format,
+                tier.num_slots,
+                flag,
+            )
 
     def explain(self) -> str | None:
         """Which rows could not be read lately, and why."""

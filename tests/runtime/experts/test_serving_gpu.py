@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from pathlib import Path
 
@@ -16,7 +17,9 @@ from moet.models.convert import convert
 from moet.models.convert_plan import ConvertOptions
 from moet.models.pack import Pack
 from moet.models.synthetic import write_checkpoint
+from moet.runtime.experts import serving_gpu
 from moet.runtime.experts.disk import RowFile
+from moet.runtime.experts.numa import listed, near
 from moet.runtime.experts.serving_gpu import DeviceServed, device_sizes
 from moet.runtime.plan_types import ExpertPlan
 from tests.kernels import emulation
@@ -79,7 +82,9 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> Pack:
     return convert(Checkpoint.open(folder / "checkpoint"), folder / "pack", options)
 
 
-def test_rows_on_disk_are_served_and_heat_is_kept(pack: Pack, tmp_path: Path) -> None:
+def test_rows_on_disk_are_served_and_heat_is_kept(
+    pack: Pack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     kernels = emulation.build(("expert_cache",), 90, num_sms=2)
@@ -111,6 +116,11 @@ def test_rows_on_disk_are_served_and_heat_is_kept(pack: Pack, tmp_path: Path) ->
     (tier,) = served.stats().tiers
     assert (tier.num_static, tier.num_disk_reads, tier.total("num_hits")) == (2, 4, 4)
     assert served.explain() is None
+    monkeypatch.setattr(serving_gpu, "WATCHED", 1)
+    with caplog.at_level(logging.WARNING):
+        served.stats()
+    assert "33 % of the w2 experts" in caplog.text
+    assert "--expert-pool" in caplog.text
     with pytest.raises(RequestError, match="start with another --expert-pool"):
         served.tune(pool_bytes=1)
     served.tune(tau=0.25)
@@ -132,3 +142,10 @@ def test_a_rank_reads_its_part_of_every_row(tmp_path: Path) -> None:
     file.read(2, out).result()
     assert bool((out == 5).all())
     file.close()
+
+
+def test_processors_beside_a_gpu_are_those_the_system_lists(tmp_path: Path) -> None:
+    (tmp_path / "list").write_text("0-2,7,9-9\n")
+    assert listed(tmp_path / "list") == {0, 1, 2, 7, 9}
+    assert listed(tmp_path / "none") == set()
+    assert near(torch.device("cpu")) == set()
