@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from moet.kernels.expert_cache import STATIC_USES, CacheTables
-from moet.kernels.expert_cache_device import CachedTable, DeviceCache, FetchList, HostRows
+from moet.kernels.expert_cache_device import (
+    FETCH_CTAS,
+    CachedTable,
+    DeviceCache,
+    FetchList,
+    HostRows,
+)
 from moet.kernels.layout import ExpertRows
 from moet.kernels.moe import ExpertTable
 from moet.kernels.stream_gemm import Launcher
@@ -78,7 +84,7 @@ class CachedExperts:
         *,
         error: Tensor,
         overlap: bool = True,
-        num_ctas: int = 8,
+        num_ctas: int = FETCH_CTAS,
         timeout_s: float = FETCH_TIMEOUT_S,
     ) -> None:
         """overlap: copy rows on a stream of their own while the shared expert runs."""
