@@ -31,6 +31,7 @@ from moet.kernels.triton_common import (
 OUTPUTS = 64  # of a head's matrix that a program makes: the rows of matrix instructions
 INPUTS = 64  # of one of its steps
 FEW_ROWS, MANY_ROWS = 16, 64  # columns of matrix instructions
+HEADS_EACH = 16  # that a program turns
 
 
 @triton.jit
@@ -238,12 +239,14 @@ def store_inputs(
 
 
 @triton.jit
-def turn_queries(
+def turn_heads(
     q,
     cos_ptr,
     sin_ptr,
     query,
     index,
+    row,
+    part,
     stride,
     HEADS: tl.constexpr,
     EACH: tl.constexpr,
@@ -253,10 +256,8 @@ def turn_queries(
     INDEX_HEADS: tl.constexpr,
     INDEX_DIM: tl.constexpr,
 ):
-    """Row and part: the rotated ends of EACH heads, or behind them of EACH index heads, rounded to
-    e4m3."""
-    row = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
+    """A part of a row: the rotated ends of EACH heads, or behind them of EACH index heads, rounded
+    to e4m3."""
     PARTS: tl.constexpr = (HEADS + EACH - 1) // EACH
     if part < PARTS:
         h = part * EACH + tl.arange(0, EACH)
@@ -282,6 +283,43 @@ def turn_queries(
         tl.store(index + row * INDEX_HEADS * INDEX_DIM + place, value, mask=real)
 
 
+@triton.jit
+def multiply_tile(
+    x,
+    weight,
+    out,
+    place,
+    tile,
+    num_rows,
+    x_row,
+    x_head,
+    out_row,
+    out_head,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    """OUTPUTS of a head for a tile of rows. place: head and block of outputs. The weights are the
+    left operand, so that a row has the same bits however many rows the tile has."""
+    BLOCKS: tl.constexpr = (N + OUTPUTS - 1) // OUTPUTS
+    head = (place // BLOCKS).to(tl.int64)
+    n = place % BLOCKS * OUTPUTS + tl.arange(0, OUTPUTS)
+    t = tile * ROWS + tl.arange(0, ROWS)
+    k = tl.arange(0, INPUTS)
+    real, there = (n < N)[:, None], (t < num_rows)[None, :]
+    w_at = weight + (head * N + n)[:, None] * K + k[None, :]
+    x_at = x + head * x_head + t.to(tl.int64)[None, :] * x_row + k[:, None]
+    acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    for first in range(0, K, INPUTS):
+        w = tl.load(w_at + first, mask=real, other=0.0)
+        value = tl.load(x_at + first, mask=there, other=0.0)
+        acc = tl.dot(w, value, acc)
+    to = out + head * out_head + t.to(tl.int64)[None, :] * out_row + n[:, None]
+    tl.store(to, acc.to(out.dtype.element_ty), mask=real & there)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def multiply_heads(
     x,
@@ -298,23 +336,88 @@ def multiply_heads(
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
 ):
-    """OUTPUTS of a head for a tile of rows. The weights are the left operand, so that a row has the
-    same bits however many rows the tile has."""
-    BLOCKS: tl.constexpr = (N + OUTPUTS - 1) // OUTPUTS
-    head = (tl.program_id(0) // BLOCKS).to(tl.int64)
-    n = tl.program_id(0) % BLOCKS * OUTPUTS + tl.arange(0, OUTPUTS)
-    t = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    k = tl.arange(0, INPUTS)
-    real, there = (n < N)[:, None], (t < num_rows)[None, :]
-    w_at = weight + (head * N + n)[:, None] * K + k[None, :]
-    x_at = x + head * x_head + t.to(tl.int64)[None, :] * x_row + k[:, None]
-    acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    for first in range(0, K, INPUTS):
-        w = tl.load(w_at + first, mask=real, other=0.0)
-        value = tl.load(x_at + first, mask=there, other=0.0)
-        acc = tl.dot(w, value, acc)
-    to = out + head * out_head + t.to(tl.int64)[None, :] * out_row + n[:, None]
-    tl.store(to, acc.to(out.dtype.element_ty), mask=real & there)
+    place, tile = tl.program_id(0), tl.program_id(1)
+    multiply_tile(
+        x,
+        weight,
+        out,
+        place,
+        tile,
+        num_rows,
+        x_row,
+        x_head,
+        out_row,
+        out_head,
+        N,
+        K,
+        ROWS,
+        OUTPUTS,
+        INPUTS,
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def make_queries(
+    q,
+    weight,
+    cos_ptr,
+    sin_ptr,
+    query,
+    index,
+    num_rows,
+    stride,
+    HEADS: tl.constexpr,
+    EACH: tl.constexpr,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    LATENT: tl.constexpr,
+    INDEX_HEADS: tl.constexpr,
+    INDEX_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    """Tile of rows and part: a head's outputs, or behind all of them what turns of one row."""
+    PLACES: tl.constexpr = HEADS * ((LATENT + OUTPUTS - 1) // OUTPUTS)
+    place, tile = tl.program_id(0), tl.program_id(1)
+    if place < PLACES:
+        multiply_tile(
+            q,
+            weight,
+            query,
+            place,
+            tile,
+            num_rows,
+            stride,
+            NOPE + ROPE,
+            HEADS * (LATENT + ROPE),
+            LATENT + ROPE,
+            LATENT,
+            NOPE,
+            ROWS,
+            OUTPUTS,
+            INPUTS,
+        )
+    else:
+        row = (tile * ROWS + (place - PLACES) % ROWS).to(tl.int64)
+        if row < num_rows:
+            turn_heads(
+                q,
+                cos_ptr,
+                sin_ptr,
+                query,
+                index,
+                row,
+                (place - PLACES) // ROWS,
+                stride,
+                HEADS,
+                EACH,
+                NOPE,
+                ROPE,
+                LATENT,
+                INDEX_HEADS,
+                INDEX_DIM,
+            )
 
 
 def add_rms_norm(
@@ -424,57 +527,62 @@ def latent_queries(
     num_rows, (num_heads, latent, nope), rope = len(q), w_uk.shape, 2 * cos.shape[1]
     query = torch.empty((num_rows, num_heads, latent + rope), dtype=q.dtype, device=q.device)
     index = torch.empty((num_rows, index_heads, index_dim), dtype=torch.float32, device=q.device)
-    each = 16
     if num_rows:
-        parts = triton.cdiv(num_heads, each) + triton.cdiv(index_heads, each)
-        turn_queries[(num_rows, parts)](
+        rows = _tile_rows(num_rows)
+        places = num_heads * triton.cdiv(latent, OUTPUTS)
+        parts = triton.cdiv(num_heads, HEADS_EACH) + triton.cdiv(index_heads, HEADS_EACH)
+        make_queries[(places + rows * parts, triton.cdiv(num_rows, rows))](
             q,
+            w_uk,
             cos,
             sin,
             query,
             index,
+            num_rows,
             q.stride(0),
             HEADS=num_heads,
-            EACH=each,
+            EACH=HEADS_EACH,
             NOPE=nope,
             ROPE=rope,
             LATENT=latent,
             INDEX_HEADS=index_heads,
             INDEX_DIM=index_dim,
+            ROWS=rows,
+            OUTPUTS=OUTPUTS,
+            INPUTS=min(INPUTS, nope),
             num_warps=4,
+            num_stages=4,
         )
-        _multiply_heads(q, (q.stride(0), nope + rope), w_uk, query)
     return query, index if index_heads else None
 
 
-def _multiply_heads(x: Tensor, strides: tuple[int, int], weight: Tensor, out: Tensor) -> None:
-    """Head h of out, [T, H, at least N], gets weight[h] @ x. strides: of a row and a head of x."""
-    num_rows, (num_heads, n, k) = len(out), weight.shape
-    rows = FEW_ROWS if num_rows <= FEW_ROWS else MANY_ROWS
-    multiply_heads[(num_heads * triton.cdiv(n, OUTPUTS), triton.cdiv(num_rows, rows))](
-        x,
-        weight,
-        out,
-        num_rows,
-        *strides,
-        out.stride(0),
-        out.stride(1),
-        N=n,
-        K=k,
-        ROWS=rows,
-        OUTPUTS=OUTPUTS,
-        INPUTS=min(INPUTS, k),
-        num_warps=4,
-        num_stages=4,
-    )
+def _tile_rows(num_rows: int) -> int:
+    return FEW_ROWS if num_rows <= FEW_ROWS else MANY_ROWS
 
 
 def grouped_linear(x: Tensor | Activations, weight: Tensor) -> Tensor:
     """x: [T, G, K] bf16, the last dimension contiguous. weight: [G, N, K] bf16."""
     assert isinstance(x, Tensor)
     assert isinstance(weight, Tensor)
-    num_groups, n, _ = weight.shape
+    num_groups, n, k = weight.shape
     out = torch.empty((len(x), num_groups, n), dtype=x.dtype, device=x.device)
     if len(x):
-        _multiply_heads(x, (x.stride(0), x.stride(1)), weight, out)
+        rows = _tile_rows(len(x))
+        multiply_heads[(num_groups * triton.cdiv(n, OUTPUTS), triton.cdiv(len(x), rows))](
+            x,
+            weight,
+            out,
+            len(x),
+            x.stride(0),
+            x.stride(1),
+            out.stride(0),
+            out.stride(1),
+            N=n,
+            K=k,
+            ROWS=rows,
+            OUTPUTS=OUTPUTS,
+            INPUTS=min(INPUTS, k),
+            num_warps=4,
+            num_stages=4,
+        )
     return out
