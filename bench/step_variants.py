@@ -66,15 +66,27 @@ def launched(**options: bool) -> None:
         module.overlap = lambda like: options  # type: ignore[attr-defined]
 
 
+def splitting(model: DeepseekV4) -> None:
+    """A tile's sums are divided among programs."""
+    triton_attention.SPLIT_TILES = 64
+
+
 VARIANTS: dict[str, list[Change]] = {
     "plain": [],
     "products": [products],
     "fetch between": [fetching(beside=False)],
     "fetch between, at once": [fetching(beside=False, at_once=True)],
     "fetch beside": [fetching(beside=True)],
+    "split tiles": [splitting],
     "overlap": [overlapping],
     "products, overlap": [products, overlapping],
-    "products, overlap, fetch beside": [products, overlapping, fetching(beside=True)],
+    "products, overlap, split": [products, overlapping, splitting],
+    "products, overlap, split, fetch beside": [
+        products,
+        overlapping,
+        splitting,
+        fetching(beside=True),
+    ],
     "products, fetch between": [products, fetching(beside=False)],
     "products, fetch beside": [products, fetching(beside=True)],
 }
@@ -82,6 +94,7 @@ VARIANTS: dict[str, list[Change]] = {
 
 def plain(model: DeepseekV4) -> None:
     launched(OVERLAP=False, launch_pdl=False)
+    triton_attention.SPLIT_TILES = 0
     model._fetch = FetchNothing()
     for layer in model.layers:
         layer.attn._at_once = False

@@ -34,6 +34,8 @@ LOG2E = 1.4426950408889634
 KEYS = 64  # of a tile
 HEADS_EACH = {"sm90a": 64, "sm120a": 32}  # of one program: the rows of its matrix instructions
 HEADS_JOINED = 1  # of one program that joins tiles
+SPLIT_TILES = 0  # up to so many tiles in all, a tile's sums are divided among programs
+PROGRAMS_EACH = 4
 TILES_AHEAD = 8  # whose sums such a program reads at once
 MAX_PARTS = 1024  # tiles whose sums wait in memory at a time; 128 KiB each at released sizes
 
@@ -191,17 +193,18 @@ def attend(
     DIM: tl.constexpr,
     ROPE: tl.constexpr,
     KEYS: tl.constexpr,
+    SPLIT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Row, tile, head block. WHOLE: all tiles of a row in turn, and its output; otherwise one tile,
-    and its sums."""
+    and one of SPLIT parts of its sums."""
     begin(OVERLAP)
     BLOCKS: tl.constexpr = DIM // 64
     WINDOW_TILES: tl.constexpr = (WINDOW + KEYS - 1) // KEYS
     DATA: tl.constexpr = DIM + ROPE
     SCALE_BYTES: tl.constexpr = ((DIM - ROPE) // 64 + 7) // 8 * 8
     row = tl.program_id(0).to(tl.int64)
-    h = tl.program_id(2) * HB + tl.arange(0, HB)
+    h = tl.program_id(2) // SPLIT * HB + tl.arange(0, HB)
     at = (row * HEADS + h)[:, None] * DIM + tl.arange(0, 64)[None, :]
     real = (h < HEADS)[:, None]
     p = tl.load(positions + row)
@@ -315,11 +318,15 @@ def attend(
             blocks = load_rows(window, data_at, scales_at, valid, DIM)
             weight, top, total = attend_tile(q, blocks, valid, scale, BLOCKS)
             part = (row * tl.num_programs(1) + tile) * HEADS + h
-            tl.store(part_sum + part * 2, top, mask=h < HEADS)
-            tl.store(part_sum + part * 2 + 1, total, mask=h < HEADS)
             to = part_acc + part[:, None] * DIM + tl.arange(0, 64)[None, :]
-            for b in tl.static_range(BLOCKS):
-                tl.store(to + b * 64, tl.dot(weight, blocks[b]), mask=real)
+            mine = tl.program_id(2) % SPLIT
+            if mine == 0:
+                tl.store(part_sum + part * 2, top, mask=h < HEADS)
+                tl.store(part_sum + part * 2 + 1, total, mask=h < HEADS)
+            for s in tl.static_range(SPLIT):
+                if mine == s:
+                    for b in tl.static_range(s * BLOCKS // SPLIT, (s + 1) * BLOCKS // SPLIT):
+                        tl.store(to + b * 64, tl.dot(weight, blocks[b]), mask=real)
 
 
 @triton.jit
@@ -433,6 +440,9 @@ def _launch(
     most_heads = HEADS_EACH[device_arch(q.device) if q.is_cuda else "sm90a"]
     heads = min(most_heads, max(16, triton.next_power_of_2(num_heads)))
     parts = 0 if whole else num_rows * num_tiles * num_heads
+    split = 1
+    if not whole and num_rows * num_tiles <= SPLIT_TILES:
+        split = min(PROGRAMS_EACH, dim // 64)
     part_acc = torch.empty(parts * dim, dtype=torch.float32, device=q.device)
     part_sum = torch.empty(parts * 2, dtype=torch.float32, device=q.device)
     ring, paged = fp8_form(window), fp8_form(entries or window)
@@ -447,7 +457,7 @@ def _launch(
         "KEYS": KEYS,
         **overlap(q),
     }
-    attend[(num_rows, 1 if whole else num_tiles, triton.cdiv(num_heads, heads))](
+    attend[(num_rows, 1 if whole else num_tiles, triton.cdiv(num_heads, heads) * split)](
         q,
         sink,
         window.pages,
@@ -475,6 +485,7 @@ def _launch(
         WHOLE=whole,
         HAS_CHUNK=chunk is not None,
         HB=heads,
+        SPLIT=split,
         num_warps=8,
         num_stages=1,
         **facts,
