@@ -11,10 +11,15 @@ from moet.runtime.core import EngineCore
 from moet.runtime.device_runner import Placement
 from moet.runtime.queues import CpuQueue
 from tests.fakes import FakeModel
-from tests.runtime import test_exactness, test_speculation_state
+from tests.runtime import test_exactness, test_speculation, test_speculation_state
 from tests.runtime.device_fakes import StepFakeModel, Tape
 
 LONG = {"test_any_settings_and_arrivals"}  # a minute, and its parts are here
+DRAFTING = {  # of those of test_speculation; most take long, and tokens are compared elsewhere
+    "test_acceptance_is_as_stated_and_counted_by_position",
+    "test_drafting_plain_and_prefilling_ones_share_steps",
+    "test_events_carry_what_a_step_made",
+}
 
 
 class _PlacedCore(EngineCore):
@@ -44,3 +49,4 @@ def _tests_of(module: Any) -> dict[str, Any]:
 
 globals().update(_tests_of(test_exactness))
 globals().update(_tests_of(test_speculation_state))
+globals().update({name: vars(test_speculation)[name] for name in DRAFTING})

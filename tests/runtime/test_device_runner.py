@@ -11,7 +11,7 @@ from moet.config import CacheConfig, SchedulerConfig
 from moet.runtime.core import EngineCore
 from moet.runtime.device_runner import Placement
 from moet.runtime.queues import Capture, CpuQueue, uncaptured
-from moet.types import Request, TokenEvent
+from moet.types import Request, TokenEvent, TokenLogprobs
 from tests.fakes import FakeModel, drain, expected_greedy, make_core, request, tokens_of
 from tests.models.hash_weights import DEPLOYED, GOLDEN_IDS, Rig, hash_source, load_rig
 from tests.runtime.device_fakes import LoggedQueue, StepFakeModel, Tape, placed_core
@@ -84,6 +84,26 @@ def test_drafts_are_those_of_the_plain_runner(
         assert got.num_draft_tokens == wanted.num_draft_tokens
         assert got.num_accepted_tokens == wanted.num_accepted_tokens
     core.check()
+
+
+@pytest.mark.bug("P25")
+@pytest.mark.parametrize("on_device", [False, True])
+def test_drafts_have_log_probabilities_as_other_tokens(on_device: bool) -> None:
+    def told(num_spec_tokens: int) -> list[TokenLogprobs]:
+        options: dict[str, Any] = {"num_spec_tokens": num_spec_tokens, "draft_rate": 0.7}
+        if on_device:
+            core = placed_core(StepFakeModel(**options), Placement(CpuQueue(), Tape()))
+        else:
+            core = make_core(FakeModel(**options), num_spec_tokens=num_spec_tokens)
+        core.submit(request("a", [3, 1, 4], logprobs=3, max_tokens=30))
+        events = drain(core)["a"]
+        assert core.stats().num_accepted_tokens > 0 or num_spec_tokens == 0
+        return [each for event in events for each in event.logprobs or []]
+
+    plain, drafted = told(0), told(2)
+    assert drafted == plain
+    assert len(drafted) == 30
+    assert all(value < 0.0 for each in drafted for value in each.logprobs)
 
 
 @pytest.mark.parametrize("num_spec_tokens", [0, 2])
