@@ -74,21 +74,30 @@ def splitting(model: DeepseekV4) -> None:
 VARIANTS: dict[str, list[Change]] = {
     "plain": [],
     "products": [products],
-    "fetch between": [fetching(beside=False)],
-    "fetch between, at once": [fetching(beside=False, at_once=True)],
-    "fetch beside": [fetching(beside=True)],
     "split tiles": [splitting],
     "overlap": [overlapping],
-    "products, overlap": [products, overlapping],
     "products, overlap, split": [products, overlapping, splitting],
+    "fetch between": [fetching(beside=False)],
+    "fetch between, at once": [fetching(beside=False, at_once=True)],
+    "products, overlap, split, fetch between": [
+        products,
+        overlapping,
+        splitting,
+        fetching(beside=False),
+    ],
+    "products, overlap, split, fetch at once": [
+        products,
+        overlapping,
+        splitting,
+        fetching(beside=False, at_once=True),
+    ],
+    "fetch beside": [fetching(beside=True)],
     "products, overlap, split, fetch beside": [
         products,
         overlapping,
         splitting,
         fetching(beside=True),
     ],
-    "products, fetch between": [products, fetching(beside=False)],
-    "products, fetch beside": [products, fetching(beside=True)],
 }
 
 
