@@ -125,11 +125,16 @@ class _LoggedMoment:
 
 
 def placed_core(
-    model: StepFakeModel, placement: Placement, *, num_pages: int = 256, **scheduler: Any
+    model: StepFakeModel,
+    placement: Placement,
+    *,
+    num_pages: int = 256,
+    kind: type[EngineCore] = EngineCore,
+    **scheduler: Any,
 ) -> EngineCore:
-    """A core around a model on a stand-in device."""
+    """A core around a model on a stand-in device. kind: its class."""
     spec = model.kv_cache_spec()
-    return EngineCore(
+    return kind(
         model,
         NoExperts(),
         cache=CacheConfig(
