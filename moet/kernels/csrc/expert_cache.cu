@@ -107,6 +107,7 @@ KERNEL(RESOLVE_THREADS, 1) resolve_experts(GRID_CONSTANT ResolveArgs p) {
   if (t < 2) totals[t] = 0;
   sync_threads();
   wait_for_previous_kernel();
+  let_next_kernel_start();
   for (int i = t; i < p.pairs; i += RESOLVE_THREADS) {
     int64_t id = p.expert_ids[i];
     if (id >= 0 && id < p.experts) wanted[id] = 1;
@@ -250,6 +251,7 @@ DEVICE void copy_piece(const FetchArgs& p, int entry, int place, int piece) {
 // Pieces of all rows that are in host memory go round the CTAs, then those of rows that come from disk.
 KERNEL(FETCH_THREADS, 2) fetch_experts(GRID_CONSTANT FetchArgs p) {
   wait_for_previous_kernel();
+  let_next_kernel_start();
   int* places = reinterpret_cast<int*>(dynamic_shared());
   int* late = places + MAX_FETCH;
   int n = *p.num_fetch;
