@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from moet.config import CacheConfig, SchedulerConfig
+from moet.models.glm_moe_dsa_config import GlmMoeDsaConfig
 from moet.runtime.core import EngineCore
 from moet.runtime.device_runner import Placement
 from moet.runtime.queues import Capture, CpuQueue, uncaptured
 from moet.types import Request, TokenEvent, TokenLogprobs
 from tests.fakes import FakeModel, drain, expected_greedy, make_core, request, tokens_of
+from tests.models.glm_configs import tiny
+from tests.models.glm_rig import load_model, random_source, resident
 from tests.models.hash_weights import DEPLOYED, GOLDEN_IDS, Rig, hash_source, load_rig
 from tests.runtime.device_fakes import LoggedQueue, StepFakeModel, Tape, placed_core
 
@@ -216,11 +220,25 @@ def model_core(rig: Rig, placement: Placement | None, **options: Any) -> EngineC
     )
 
 
-def test_a_real_model_drafts_the_same_either_way() -> None:
-    rig = load_rig(DEPLOYED, hash_source(DEPLOYED, quantised=True), "deployed", num_spec_tokens=2)
+def v4_rig() -> Rig:
+    return load_rig(DEPLOYED, hash_source(DEPLOYED, quantised=True), "deployed", num_spec_tokens=2)
+
+
+def glm_rig() -> Rig:
+    fields = tiny(vocab_size=257, num_hidden_layers=3, num_nextn_predict_layers=1)
+    config = GlmMoeDsaConfig.from_dict(fields)
+    source = random_source(config, "fp8")
+    return Rig(load_model(config, source, "deployed", "fp8", 2), resident(config, source), {})
+
+
+@pytest.mark.parametrize(("make", "prompt"), [(v4_rig, GOLDEN_IDS[9:258]), (glm_rig, [*range(70)])])
+def test_a_real_model_drafts_the_same_either_way(
+    make: Callable[[], Rig], prompt: list[int]
+) -> None:
+    rig = make()
     requests = [
-        request("crosses", GOLDEN_IDS[9:258], max_tokens=12),
-        request("short", [42, 17], max_tokens=10),
+        request("crosses", prompt, max_tokens=12),
+        request("short", [42, 17], max_tokens=10, temperature=0.7, seed=1),
     ]
     options = {"max_num_seqs": 2, "max_num_batched_tokens": 300, "num_spec_tokens": 2}
     options["adaptive_spec"] = False
