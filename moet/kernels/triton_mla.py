@@ -18,12 +18,14 @@ from moet.kernels.quant import Activations
 from moet.kernels.triton_attention_inputs import norm_latent
 from moet.kernels.triton_common import (
     CODED_ROWS,
+    begin,
     e2m1_codes,
     e4m3_codes,
     e4m3_exponent,
     exponent_byte,
     load_rotation,
     mma_place,
+    overlap,
     power_of_two,
     rotate_pairs,
 )
@@ -48,7 +50,9 @@ def join_and_norm(
     PAD: tl.constexpr,
     JOINS: tl.constexpr,
     QUANT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, PAD)
     value = tl.load(x + row * DIM + d, mask=d < DIM, other=0.0).to(tl.float32)
@@ -207,8 +211,10 @@ def store_inputs(
     INDEX_DIM: tl.constexpr,
     NVFP4: tl.constexpr,
     QUANT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Row and part: the query latent, the stored row, the index key if there is one."""
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     slot = tl.load(slots + row)
@@ -335,7 +341,9 @@ def multiply_heads(
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin(OVERLAP)
     place, tile = tl.program_id(0), tl.program_id(1)
     multiply_tile(
         x,
@@ -376,8 +384,10 @@ def make_queries(
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Tile of rows and part: a head's outputs, or behind all of them what turns of one row."""
+    begin(OVERLAP)
     PLACES: tl.constexpr = HEADS * ((LATENT + OUTPUTS - 1) // OUTPUTS)
     place, tile = tl.program_id(0), tl.program_id(1)
     if place < PLACES:
@@ -443,6 +453,7 @@ def add_rms_norm(
             JOINS=y is not None,
             QUANT=quant,
             num_warps=8,
+            **overlap(x),
         )
     return total, made
 
@@ -509,6 +520,7 @@ def latent_inputs(
         NVFP4=isinstance(form, Nvfp4LatentRows),
         QUANT=made.codes is not None,
         num_warps=4,
+        **overlap(q_kv),
     )
     return made
 
@@ -552,6 +564,7 @@ def latent_queries(
             INPUTS=min(INPUTS, nope),
             num_warps=4,
             num_stages=4,
+            **overlap(q),
         )
     return query, index if index_heads else None
 
@@ -584,5 +597,6 @@ def grouped_linear(x: Tensor | Activations, weight: Tensor) -> Tensor:
             INPUTS=min(INPUTS, k),
             num_warps=4,
             num_stages=4,
+            **overlap(x),
         )
     return out

@@ -25,7 +25,7 @@ from moet.kernels.triton_attention import (
     scaled_sum,
     shares,
 )
-from moet.kernels.triton_common import e2m1_values
+from moet.kernels.triton_common import begin, e2m1_values, overlap
 
 # Of one program: the rows of its matrix instructions. NVFP4 rows take more memory as they unfold.
 HEADS_EACH = {"sm90a": 64, "sm120a": 16}
@@ -128,9 +128,11 @@ def attend_latents(
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
     KEYS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Row, tile, head block. WHOLE: all tiles of a row in turn, and its output; otherwise one tile,
     and its sums."""
+    begin(OVERLAP)
     BLOCKS: tl.constexpr = LATENT // 64
     row = tl.program_id(0).to(tl.int64)
     h = tl.program_id(2) * HB + tl.arange(0, HB)
@@ -199,9 +201,11 @@ def join_latents(
     KEYS: tl.constexpr,
     EACH: tl.constexpr,
     AHEAD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Row and EACH heads: the tiles that have keys, in ascending order, AHEAD of them read at
     once."""
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * EACH + tl.arange(0, EACH)
     d = tl.arange(0, LATENT)
@@ -274,6 +278,7 @@ def latent_attention(
         KEYS=KEYS,
         num_warps=8,
         num_stages=1,
+        **overlap(query),
     )
     if not whole:
         each = min(HEADS_JOINED, triton.next_power_of_2(num_heads))
@@ -290,5 +295,6 @@ def latent_attention(
             EACH=each,
             AHEAD=TILES_AHEAD,
             num_warps=4,
+            **overlap(query),
         )
     return out
