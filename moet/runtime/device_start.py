@@ -212,7 +212,7 @@ def load_pack(
 
 def load_rank(
     config: EngineConfig, pack: Pack, gpu: Device, progress: Progress, made: Plan, shard: Shard
-) -> tuple[Model, ExpertProvider]:
+) -> tuple[Model, DeviceServed]:
     """A rank's part of a pack on its GPU. Raises ConfigError if its experts would not fit there."""
     progress("weights", 0.0)
     num_spec_tokens, settings = config.scheduler.num_spec_tokens, config.settings
@@ -233,7 +233,7 @@ def load_rank(
         lambda done, total: progress("experts", done / total),
         shard,
     )
-    return model, served.precisions.drafting
+    return model, served
 
 
 def load_dummy(

@@ -22,6 +22,7 @@ from moet.models.pack import Pack
 from moet.models.sharding import check_divisible
 from moet.runtime.core import EngineCore
 from moet.runtime.device_start import load_dummy, load_rank, plan_device, settle_device
+from moet.runtime.experts.serving import Served
 from moet.runtime.host import Progress
 from moet.runtime.loader import (
     build_core,
@@ -139,14 +140,24 @@ class _Source:
         config = _common(group, config)
         model: Model
         experts: ExpertProvider
+        served: Served | None = None
         if pack is None:
             model, experts = load_dummy(config, self.raw_config, gpu, progress, group.shard)
             identity = dummy_identity(config, self.raw_config)
         else:
-            model, experts = load_rank(config, pack, gpu, progress, made, group.shard)
-            identity = kv_identity(pack, config)
-        watch = group.monitor.require_sound
-        return core_on(config, gpu, model, experts, identity, progress, kind=kind, watch=watch)
+            model, served = load_rank(config, pack, gpu, progress, made, group.shard)
+            experts, identity = served.precisions.drafting, kv_identity(pack, config)
+        return core_on(
+            config,
+            gpu,
+            model,
+            experts,
+            identity,
+            progress,
+            served,
+            kind=kind,
+            watch=group.monitor.require_sound,
+        )
 
 
 def _common(group: Group, config: EngineConfig) -> EngineConfig:
