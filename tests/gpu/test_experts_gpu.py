@@ -164,7 +164,8 @@ def test_answers_are_those_of_resident_experts(
     provider: ResidentProvider = pool
     if not disk:
         stream = LayerStream(rig.form, rig.bases, rig.layers, pool.copy_rows)
-        provider = ByLength(pool, stream, stream_from(rig.num_experts, rig.top_k, num_slots))
+        from_rows = stream_from(rig.num_experts, rig.top_k, num_slots, rows)
+        provider = ByLength(pool, stream, from_rows)
     core = rig.core(provider, batch=batch, drafts=drafts)
     for turn in ("cold", "warm"):
         assert answers(core) == expected, turn

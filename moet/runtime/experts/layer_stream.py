@@ -102,7 +102,8 @@ class ByLength:
         return table
 
 
-def stream_from(num_experts: int, top_k: int, num_slots: int) -> int:
+def stream_from(num_experts: int, top_k: int, num_slots: int, decode_rows: int) -> int:
     """From how many rows on a step's experts are streamed: where these may ask for more than the
-    slots there are, or surely ask for most of a layer."""
-    return min(num_slots // top_k + 1, -(-2 * num_experts // top_k))
+    slots there are, or surely ask for most of a layer and are more than decoding has at most."""
+    enough = max(-(-2 * num_experts // top_k), decode_rows + 1)
+    return enough if num_slots >= num_experts else min(enough, num_slots // top_k + 1)

@@ -73,8 +73,7 @@ def device_sizes(
         disk=experts.disk,
         pool_flag="--fp4-pool" if second else "--expert-pool",
     )
-    scheduler = config.scheduler
-    rows = scheduler.max_num_seqs * (1 + scheduler.num_spec_tokens)
+    rows = _decode_rows(config)
     least = min(num_experts, rows * top_k if sizes.all_in_memory else num_experts)
     if sizes.num_slots - sizes.num_static < least:
         why = f"{rows} decoding rows" if sizes.all_in_memory else "a prompt, where rows are on disk"
@@ -85,6 +84,11 @@ def device_sizes(
             "or lower --max-num-seqs"
         )
     return sizes
+
+
+def _decode_rows(config: EngineConfig) -> int:
+    """Of a step without prompts, at most."""
+    return config.scheduler.max_num_seqs * (1 + config.scheduler.num_spec_tokens)
 
 
 class DeviceServed:
@@ -233,4 +237,5 @@ class DeviceServed:
             return cache
         stream = LayerStream(cache.form, cache.bases, cache.layers, cache.copy_rows)
         free_slots = sizes.num_slots - sizes.num_static
-        return ByLength(cache, stream, stream_from(cache.num_experts, top_k, free_slots))
+        from_rows = stream_from(cache.num_experts, top_k, free_slots, _decode_rows(config))
+        return ByLength(cache, stream, from_rows)

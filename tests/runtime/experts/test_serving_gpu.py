@@ -19,6 +19,7 @@ from moet.models.pack import Pack
 from moet.models.synthetic import write_checkpoint
 from moet.runtime.experts import serving_gpu
 from moet.runtime.experts.disk import RowFile
+from moet.runtime.experts.layer_stream import stream_from
 from moet.runtime.experts.numa import listed, near
 from moet.runtime.experts.serving_gpu import DeviceServed, device_sizes
 from moet.runtime.plan_types import ExpertPlan
@@ -149,3 +150,10 @@ def test_processors_beside_a_gpu_are_those_the_system_lists(tmp_path: Path) -> N
     assert listed(tmp_path / "list") == {0, 1, 2, 7, 9}
     assert listed(tmp_path / "none") == set()
     assert near(torch.device("cpu")) == set()
+
+
+def test_steps_of_decoding_never_stream_layers() -> None:
+    assert stream_from(256, 6, 1000, decode_rows=32) == 86
+    assert stream_from(256, 6, 1000, decode_rows=96) == 97
+    assert stream_from(256, 6, 200, decode_rows=32) == 34, "35 rows may ask for 210 experts"
+    assert stream_from(256, 6, 6, decode_rows=1) == 2
