@@ -1,6 +1,6 @@
 """DeepSeek-V4-Flash with dummy weights on one GPU, part by part: products, logits, steps, prefill.
 
-    python -m bench.gpu_model [--layers N] [--parts products,borders,logits,model] [--out FILE]
+    python -m bench.gpu_model [--layers N] [--parts products,logits,model] [--out FILE]
 
 Checks as it measures, and goes on where a part fails: what failed is printed and comes last in the
 JSON. Steps are captured as graphs; what a step costs kernel by kernel comes from the profiler.
@@ -30,7 +30,7 @@ from moet.kernels.device_gemm import (
     multiply,
     multiply_groups,
 )
-from moet.kernels.quant import Activations, fp8_qdq
+from moet.kernels.quant import fp8_qdq
 from moet.kernels.rows import Rows
 from moet.models.base import ForwardInput, ResidentProvider
 from moet.models.deepseek_v4 import DeepseekV4
@@ -278,90 +278,10 @@ def prefill(model: DeepseekV4, kv: dict[str, Tensor], experts: Any, count: int) 
     return entry | {"top": lines}
 
 
-class Recorder:
-    """Stands before a callable of a layer and keeps what it returned."""
-
-    def __init__(self, name: str, call: Callable[..., Any], kept: list[tuple[str, Tensor]]) -> None:
-        self.name, self.call, self.kept = name, call, kept
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        result = self.call(*args, **kwargs)
-        for part, value in enumerate(result if isinstance(result, tuple) else (result,)):
-            if isinstance(value, Activations):
-                value = value.values if value.codes is None else value.codes
-            if isinstance(value, Tensor):
-                self.kept.append((f"{self.name}.{part}", value.clone()))
-        return result
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.call, name)
-
-
-def borders(device: Device) -> Results:
-    """Where a prompt in two chunks first differs from the same in one, op by op, in five layers."""
-    raw = preset_config("deepseek-v4-flash", "full", 5)
-    settings = ModelSettings(arch=device.arch)
-    made = dummy_model(raw, settings, device, options=DummyOptions(seed=2))
-    model = made.model
-    assert isinstance(model, DeepseekV4)
-    kept: list[tuple[str, Tensor]] = []
-    for n, layer in enumerate(model.layers):
-        attn = layer.attn
-        for name in ("wqa_wkv", "_project", "_inputs", "queries", "_heads", "_attend", "wo_a"):
-            setattr(attn, name, Recorder(f"{n}.{name}", getattr(attn, name), kept))
-        if attn.indexer is not None:
-            attn.indexer._select = Recorder(f"{n}.select", attn.indexer._select, kept)
-        layer.hc_attn._pass = Recorder(f"{n}.hc_attn", layer.hc_attn._pass, kept)
-        layer.hc_ffn._pass = Recorder(f"{n}.hc_ffn", layer.hc_ffn._pass, kept)
-        layer.attn = Recorder(f"{n}.attn", attn, kept)
-        layer.ffn = Recorder(f"{n}.ffn", layer.ffn, kept)
-    kv = state(model, 40, 2)
-    ids = torch.randint(model.vocab_size, (4096,))
-
-    def run(first: int, last: int) -> list[tuple[str, Tensor]]:
-        kept.clear()
-        inputs = ForwardInput(
-            token_ids=ids[first:last],
-            positions=torch.arange(first, last),
-            cu_seqlens_q=(0, last - first),
-            seq_slots=torch.zeros(1, dtype=torch.int64),
-            page_table=torch.arange(16).view(1, -1),
-            seq_lens=(last,),
-            logits_indices=torch.tensor([last - first - 1]),
-        )
-        kept.append(("logits.0", model.forward(inputs, kv, made.experts).logits))
-        return list(kept)
-
-    found: Results = {}
-    for total, border in ((2048, 1024), (4096, 2048), (1024, 700), (600, 400), (600, 599)):
-        whole = dict(run(0, total))
-        run(0, border)
-        rest, again = run(border, total), run(border, total)
-        unstable = [
-            name
-            for (name, value), (_, other) in zip(rest, again, strict=True)
-            if not torch.equal(value, other)
-        ]
-        different = [f"not even twice the same from {unstable[0]} on"] if unstable else []
-        for name, value in rest:
-            size = value.shape[0]
-            other = whole[name][-size:]
-            if value.dtype != other.dtype or torch.equal(value, other):
-                continue
-            rows = (value != other).flatten(1).any(1)
-            gap = (value.float() - other.float()).abs().max()
-            different.append(f"{name}: {int(rows.sum())} of {size} rows, by {float(gap):.2g}")
-        found[f"{total} = {border} + {total - border}"] = different[:6] or "the same"
-        print(
-            f"{total} = {border} + {total - border}", *(different[:6] or ["the same"]), sep="\n  "
-        )
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int)
-    parser.add_argument("--parts", default="products,borders,model,logits")
+    parser.add_argument("--parts", default="products,model,logits")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     device = open_device()
@@ -370,7 +290,6 @@ def main() -> None:
     parts: dict[str, Callable[[], Results]] = {
         "products": lambda: products(device),
         "logits": lambda: logits(device),
-        "borders": lambda: borders(device),
         "model": lambda: full_model(device, args.layers),
     }
     results: Results = {"hardware": torch.cuda.get_device_name()}
