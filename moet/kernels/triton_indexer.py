@@ -113,7 +113,7 @@ def load_keys(base, DIM: tl.constexpr, ENTRIES: tl.constexpr, FP8: tl.constexpr)
     return tl.reshape(values, [ENTRIES, DIM]).to(tl.bfloat16)
 
 
-@triton.jit(do_not_specialize=["num_rows", "rows_each"])
+@triton.jit
 def score_page(
     q,
     gate,
@@ -122,8 +122,6 @@ def score_page(
     positions,
     page_rows,
     page_table,
-    num_rows,
-    rows_each,
     gate_stride,
     gate_scale,
     table_stride,
@@ -138,29 +136,77 @@ def score_page(
     FP8: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Scores of rows_each rows for the entries of one page of each, which is read again only where
-    the next row has another. Rows that see no more than TOP_K need none."""
+    """A row's scores for the entries of one of its pages. Rows that see no more than TOP_K need
+    none."""
     begin(OVERLAP)
     page_idx = tl.program_id(0)
-    first = tl.program_id(1).to(tl.int64) * rows_each
+    row = tl.program_id(1).to(tl.int64)
     e, h, d = tl.arange(0, ENTRIES), tl.arange(0, HEADS_PAD), tl.arange(0, DIM)
     entry = page_idx * ENTRIES + e
-    held = tl.full([], -1, tl.int64)
-    key = tl.zeros([ENTRIES, DIM], tl.bfloat16)
-    for i in range(tl.minimum(num_rows - first, rows_each)):
-        row = first + i
-        visible = (tl.load(positions + row) + 1) // RATIO
-        if (visible > TOP_K) & (page_idx * ENTRIES < visible):
+    visible = (tl.load(positions + row) + 1) // RATIO
+    if (visible > TOP_K) & (page_idx * ENTRIES < visible):
+        page = tl.load(page_table + tl.load(page_rows + row) * table_stride + page_idx)
+        key = load_keys(keys + page * PAGE_BYTES, DIM, ENTRIES, FP8)
+        at = (row * HEADS + h[None, :]) * DIM + d[:, None]
+        query = tl.load(q + at, mask=(h < HEADS)[None, :], other=0.0)
+        wanted = tl.maximum(tl.dot(key, query.to(tl.bfloat16)), 0.0)
+        weight = tl.load(gate + row * gate_stride + h, mask=h < HEADS, other=0.0)
+        weight = weight.to(q.dtype.element_ty).to(tl.float32) * gate_scale
+        score = tl.sum(wanted * weight[None, :], 1)
+        tl.store(scores + row * width + entry, score, mask=entry < visible)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def score_rows(
+    q,
+    gate,
+    keys,
+    scores,
+    positions,
+    page_rows,
+    page_table,
+    num_rows,
+    gate_stride,
+    gate_scale,
+    table_stride,
+    width,
+    PAGE_BYTES,
+    RATIO,
+    TOP_K,
+    EACH: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEADS_PAD: tl.constexpr,
+    DIM: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    FP8: tl.constexpr,
+):
+    """As score_page for EACH rows of a chunk, whose queries come while the rows before multiply:
+    whoever sees nothing of the page is computed, too, and not stored."""
+    page_idx = tl.program_id(0)
+    first = tl.program_id(1).to(tl.int64) * EACH
+    e, h, d = tl.arange(0, ENTRIES), tl.arange(0, HEADS_PAD), tl.arange(0, DIM)
+    entry = page_idx * ENTRIES + e
+    places = first + tl.arange(0, EACH)
+    position = tl.load(positions + places, mask=places < num_rows, other=0)
+    most = tl.max((position + 1) // RATIO, 0)
+    if (most > TOP_K) & (page_idx * ENTRIES < most):
+        held = tl.full([], -1, tl.int64)
+        key = tl.zeros([ENTRIES, DIM], tl.bfloat16)
+        for i in tl.range(EACH, num_stages=2):
+            row = tl.minimum(first + i, num_rows - 1)
+            at = (row * HEADS + h)[:, None] * DIM + d[None, :]
+            query = tl.load(q + at, mask=(h < HEADS)[:, None], other=0.0).to(tl.bfloat16)
+            weight = tl.load(gate + row * gate_stride + h, mask=h < HEADS, other=0.0)
+            visible = (tl.load(positions + row) + 1) // RATIO
             page = tl.load(page_table + tl.load(page_rows + row) * table_stride + page_idx)
+            page = tl.maximum(page, 0)  # a row that sees nothing of it may have no such page
             if page != held:
                 key = load_keys(keys + page * PAGE_BYTES, DIM, ENTRIES, FP8)
                 held = page
-            at = (row * HEADS + h[None, :]) * DIM + d[:, None]
-            query = tl.load(q + at, mask=(h < HEADS)[None, :], other=0.0)
-            wanted = tl.maximum(tl.dot(key, query.to(tl.bfloat16)), 0.0)
-            weight = tl.load(gate + row * gate_stride + h, mask=h < HEADS, other=0.0)
+            wanted = tl.maximum(tl.dot(key, tl.trans(query)), 0.0)
             weight = weight.to(q.dtype.element_ty).to(tl.float32) * gate_scale
             score = tl.sum(wanted * weight[None, :], 1)
+            visible = tl.where(visible > TOP_K, visible, 0)
             tl.store(scores + row * width + entry, score, mask=entry < visible)
 
 
@@ -323,32 +369,23 @@ def _select(
     gate, gate_scale = heads
     scores = torch.empty((num_rows, width), dtype=torch.float32, device=q.device)
     if width > top_k:
-        rows_each = ROWS_EACH if num_rows > CODED_ROWS else 1
-        score_page[(page_table.shape[1], triton.cdiv(num_rows, rows_each))](
-            q,
-            gate,
-            keys.pages,
-            scores,
-            positions,
-            page_rows,
-            page_table,
-            num_rows,
-            rows_each,
-            gate.stride(0),
-            gate_scale,
-            page_table.stride(0),
-            width,
-            form.page_bytes,
-            ratio,
-            top_k,
-            HEADS=num_heads,
-            HEADS_PAD=max(16, triton.next_power_of_2(num_heads)),
-            DIM=dim,
-            ENTRIES=form.entries_per_page,
-            FP8=isinstance(form, Fp8IndexKeys),
-            num_warps=4,
-            **overlap(q),
-        )
+        what = q, gate, keys.pages, scores, positions, page_rows, page_table
+        sizes = gate.stride(0), gate_scale, page_table.stride(0), width
+        limits = form.page_bytes, ratio, top_k
+        facts = {
+            "HEADS": num_heads,
+            "HEADS_PAD": max(16, triton.next_power_of_2(num_heads)),
+            "DIM": dim,
+            "ENTRIES": form.entries_per_page,
+            "FP8": isinstance(form, Fp8IndexKeys),
+            "num_warps": 4,
+        }
+        if num_rows > CODED_ROWS:
+            grid = page_table.shape[1], triton.cdiv(num_rows, ROWS_EACH)
+            score_rows[grid](*what, num_rows, *sizes, *limits, EACH=ROWS_EACH, **facts)
+        else:
+            grid = page_table.shape[1], num_rows
+            score_page[grid](*what, *sizes, *limits, **facts, **overlap(q))
     num_chunks = triton.cdiv(width, CHUNK)
     if num_chunks == 1:
         chunk = max(top_k, triton.next_power_of_2(width))
