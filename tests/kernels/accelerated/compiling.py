@@ -24,8 +24,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from moet.kernels import triton_attention
+from moet.kernels import triton_attention, triton_mla_attention
 from tests.kernels.accelerated.released import Released
+from tests.kernels.accelerated.released_glm import ReleasedGlm
 
 TYPES = {
     torch.bfloat16: "*bf16",
@@ -78,20 +79,27 @@ def launches(arch: str) -> list[Launch]:
         caught.setdefault(key, (self, values, options))
 
     original, JITFunction.run = JITFunction.run, record
-    heads = dict(triton_attention.HEADS_EACH)
-    triton_attention.HEADS_EACH["sm90a"] = heads[arch]  # what is not on a GPU counts as sm90a
+    modules = (triton_attention, triton_mla_attention)
+    heads = [dict(module.HEADS_EACH) for module in modules]
+    for module, each in zip(modules, heads, strict=True):
+        module.HEADS_EACH["sm90a"] = each[arch]  # what is not on a GPU counts as sm90a
     try:
         cpu = torch.device("cpu")
         for step in (
             Released(1, 131072, cpu),
             Released(2, 4096, cpu),
             Released(600, 4096, cpu, chunk=True),
+            ReleasedGlm(600, 4096, "nvfp4", cpu),  # the first is what a brief run compiles
+            ReleasedGlm(1, 262144, "nvfp4", cpu),
+            ReleasedGlm(600, 4096, "fp8", cpu),
+            ReleasedGlm(1, 262144, "fp8", cpu),
         ):
             for call in step.ops().values():
                 call()
     finally:
         JITFunction.run = original
-        triton_attention.HEADS_EACH.update(heads)
+        for module, each in zip(modules, heads, strict=True):
+            module.HEADS_EACH.update(each)
     return list(caught.values())
 
 
