@@ -18,7 +18,7 @@ from moet.errors import ConfigError
 from moet.kernels.device_gemm import Device
 from moet.models import load_model
 from moet.models.base import ExpertProvider, Model
-from moet.models.dummy import DummyOptions
+from moet.models.dummy import DummyOptions, DummySource
 from moet.models.footprint import Footprint, footprint
 from moet.models.glm_moe_dsa_config import ARCHITECTURE as GLM
 from moet.models.pack import Pack
@@ -28,6 +28,7 @@ from moet.runtime.dummy import dummy_model, first_layers, open_device, used_laye
 from moet.runtime.experts.layer_stream import NUM_BUFFERS
 from moet.runtime.experts.serving import Served, formats_of
 from moet.runtime.experts.serving_gpu import DeviceServed
+from moet.runtime.experts.sources import DummyRows, PackRows
 from moet.runtime.hardware import GIB, Hardware, hardware
 from moet.runtime.host import Progress
 from moet.runtime.memory import plan
@@ -199,15 +200,8 @@ def load_pack(
     layers = used_layers(
         pack.experts.layers, int(pack.config["num_hidden_layers"]), num_spec_tokens
     )
-    served = DeviceServed(
-        pack,
-        config,
-        made.experts,
-        gpu,
-        layers,
-        lambda done, total: progress("experts", done / total),
-    )
-    return model, served
+    source = PackRows(pack, layers, gpu)
+    return model, DeviceServed(source, config, made.experts, _experts_done(progress))
 
 
 def load_rank(
@@ -224,16 +218,31 @@ def load_rank(
     kv_dtype = config.cache.kv_dtype
     model = load_model(pack.config, pack, settings, kv_dtype, num_spec_tokens, gpu, shard)
     every = used_layers(pack.experts.layers, int(pack.config["num_hidden_layers"]), num_spec_tokens)
-    served = DeviceServed(
-        pack,
-        config,
-        made.experts,
-        gpu,
-        held_layers(pack.config, every, shard),
-        lambda done, total: progress("experts", done / total),
-        shard,
+    source = PackRows(pack, held_layers(pack.config, every, shard), gpu, shard)
+    return model, DeviceServed(source, config, made.experts, _experts_done(progress))
+
+
+def _experts_done(progress: Progress) -> Callable[[int, int], None]:
+    return lambda done, total: progress("experts", done / total)
+
+
+def load_dummy_tiers(
+    config: EngineConfig, raw_config: Mapping[str, Any], gpu: Device, progress: Progress, made: Plan
+) -> tuple[Model, DeviceServed]:
+    """Weights of the size that config.json says, the experts as far as they fit or are wanted on
+    the GPU, the others in host memory. Raises ConfigError if that does not hold them."""
+    progress("weights", 0.0)
+    target, num_spec_tokens = config.target, config.scheduler.num_spec_tokens
+    options = DummyOptions(seed=target.dummy_seed, skew=target.dummy_skew)
+    weights = DummySource(raw_config, options, gpu.torch_device)
+    model = load_model(
+        raw_config, weights, config.settings, config.cache.kv_dtype, num_spec_tokens, gpu=gpu
     )
-    return model, served
+    experts, num_layers = weights.experts, int(raw_config["num_hidden_layers"])
+    layers = used_layers(experts.layers, num_layers, num_spec_tokens)
+    top_k = int(raw_config["num_experts_per_tok"])
+    source = DummyRows(experts, layers, top_k, gpu, options.seed)
+    return model, DeviceServed(source, config, made.experts, _experts_done(progress))
 
 
 def load_dummy(

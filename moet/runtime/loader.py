@@ -33,6 +33,7 @@ from moet.models.sharding import WHOLE, Shard
 from moet.runtime.core import EngineCore
 from moet.runtime.device_start import (
     load_dummy,
+    load_dummy_tiers,
     load_pack,
     place,
     plan_device,
@@ -86,9 +87,14 @@ def _dummy_core(
     """A core whose weights are random, made on a GPU."""
     raw_config = dummy_config(config, raw_config, gpu)
     assert gpu is not None
-    config, _ = plan_device(config, raw_config, gpu)
-    model, experts = load_dummy(config, raw_config, gpu, progress)
-    return core_on(config, gpu, model, experts, dummy_identity(config, raw_config), progress)
+    config, made = plan_device(config, raw_config, gpu)
+    identity = dummy_identity(config, raw_config)
+    if made.resident and config.experts.is_plain:
+        model, experts = load_dummy(config, raw_config, gpu, progress)
+        return core_on(config, gpu, model, experts, identity, progress)
+    model, served = load_dummy_tiers(config, raw_config, gpu, progress, made)
+    experts = served.precisions.drafting
+    return core_on(config, gpu, model, experts, identity, progress, served)
 
 
 def dummy_config(

@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from pathlib import Path
 
 import psutil
 
 from moet.config import EngineConfig
 from moet.errors import ConfigError, RequestError
-from moet.kernels.device_gemm import Device
 from moet.models.base import ResidentProvider
 from moet.models.expert_encoder import Tier
-from moet.models.pack import Pack
-from moet.models.sharding import WHOLE, Shard
 from moet.runtime.experts.build import Progress
 from moet.runtime.experts.gpu import CachedExperts
-from moet.runtime.experts.heat import read_heat, write_heat
 from moet.runtime.experts.layer_stream import ByLength, LayerStream, stream_from
-from moet.runtime.experts.load import pack_experts
-from moet.runtime.experts.open_gpu import open_cached
 from moet.runtime.experts.precision import PrecisionSet
-from moet.runtime.experts.serving import default_policy, formats_of, heat_path
+from moet.runtime.experts.serving import default_policy, formats_of
 from moet.runtime.experts.sizes import GIB, TierSizes, tier_sizes
+from moet.runtime.experts.sources import RowSource
 from moet.runtime.experts.tiered import LOW_HIT_RATE, WATCHED
 from moet.runtime.memory import HOST_RESERVE_BYTES
 from moet.runtime.metrics import ExpertStats, TierStats
-from moet.runtime.parallel.experts import share_of
 from moet.runtime.plan_types import ExpertPlan
 
 logger = logging.getLogger(__name__)
@@ -95,27 +87,18 @@ class DeviceServed:
     """The experts of a server on a GPU. `precisions` is what the core computes with."""
 
     def __init__(
-        self,
-        pack: Pack,
-        config: EngineConfig,
-        plan: ExpertPlan,
-        gpu: Device,
-        layers: Sequence[int],
-        progress: Progress,
-        shard: Shard = WHOLE,
+        self, source: RowSource, config: EngineConfig, plan: ExpertPlan, progress: Progress
     ) -> None:
-        """layers: those whose experts are read. shard: of each row, what this rank has. Raises
-        ConfigError, CheckpointError."""
+        """plan: what fits of the default policy's format. Raises ConfigError, CheckpointError."""
         self.identity = ""
-        self.caches: list[CachedExperts] = []
-        self._heat_files: list[tuple[CachedExperts, Path]] = []
-        self._pack, self._shard = pack, shard
-        self._first = pack.format(formats_of(config)[0]).name
-        self._counted: dict[str, tuple[float, float]] = {}  # hits and misses, when last looked at
+        self.caches: dict[Tier, CachedExperts] = {}
+        self._source, self._experts = source, config.experts
+        self._first = formats_of(config)[0]
+        self._counted: dict[Tier, tuple[float, float]] = {}  # hits and misses, when last looked at
         providers: dict[str, ResidentProvider] = {}
         try:
             for tier in formats_of(config):
-                providers[tier] = self._open(config, tier, plan, gpu, layers, progress)
+                providers[tier] = self._open(config, tier, plan, progress)
         except BaseException:
             self.close()
             raise
@@ -129,12 +112,13 @@ class DeviceServed:
 
     def stats(self) -> ExpertStats:
         """Where rows are, what was asked for, and what the gate did."""
-        precisions, tiers = self.precisions, [cache.stats() for cache in self.caches]
-        for tier in tiers:
-            self._warn(tier)
+        precisions = self.precisions
+        tiers = {tier: cache.stats() for tier, cache in self.caches.items()}
+        for tier, stats in tiers.items():
+            self._warn(tier, stats)
         return ExpertStats(
             layers=[],
-            tiers=tiers,
+            tiers=list(tiers.values()),
             tau=precisions.tau,
             num_gate_rows=precisions.num_judged,
             num_gated_rows=precisions.num_again,
@@ -150,92 +134,56 @@ class DeviceServed:
         if tau is not None:
             self.precisions.tau = tau
 
-    def _warn(self, tier: TierStats) -> None:
+    def _warn(self, tier: Tier, stats: TierStats) -> None:
         """Say once in a while that a pool is too small, with the flag that changes it."""
-        counted = tier.total("num_hits"), tier.total("num_misses")
-        before = self._counted.get(tier.format, (0.0, 0.0))
+        counted = stats.total("num_hits"), stats.total("num_misses")
+        before = self._counted.get(tier, (0.0, 0.0))
         hits, misses = counted[0] - before[0], counted[1] - before[1]
         if hits + misses < WATCHED:
             return
-        self._counted[tier.format] = counted
+        self._counted[tier] = counted
         rate = hits / (hits + misses)
         if rate < LOW_HIT_RATE:
-            flag = "--expert-pool" if tier.format == self._first else "--fp4-pool"
             logger.warning(
                 "%.0f %% of the %s experts asked for lately were in their pool of %d slots; %s "
                 "makes it larger",
                 100 * rate,
-                tier.format,
-                tier.num_slots,
-                flag,
+                tier,
+                stats.num_slots,
+                "--expert-pool" if tier == self._first else "--fp4-pool",
             )
 
     def explain(self) -> str | None:
         """Which rows could not be read lately, and why."""
-        return "; ".join(filter(None, (cache.explain() for cache in self.caches))) or None
+        return "; ".join(filter(None, (cache.explain() for cache in self.caches.values()))) or None
 
     def close(self) -> None:
         """Keep the heat for the next start, and let go of files and memory."""
-        for cache, path in self._heat_files:
-            pack_rows = [
-                self._pack.experts.row(layer, e)
-                for layer in cache.layers
-                for e in range(cache.num_experts)
-            ]
-            write_heat(path, [pack_rows[row] for row in cache.heat()], self._pack.experts.num_rows)
-        for cache in self.caches:
+        for tier, cache in self.caches.items():
+            self._source.keep(tier, cache, self._experts)
             cache.close()
+        self.caches = {}
 
     def _open(
-        self,
-        config: EngineConfig,
-        tier: Tier,
-        plan: ExpertPlan,
-        gpu: Device,
-        layers: Sequence[int],
-        progress: Progress,
+        self, config: EngineConfig, tier: Tier, plan: ExpertPlan, progress: Progress
     ) -> ResidentProvider:
-        pack, shard = self._pack, self._shard
-        form, _, _ = share_of(pack.format(tier), shard)
-        top_k = int(pack.config["num_experts_per_tok"])
-        kept = config.cache.host_budget_bytes + config.cache.host_cache_bytes
-        free = (psutil.virtual_memory().available - HOST_RESERVE_BYTES - kept) // shard.size
+        source, kept = self._source, config.cache.host_budget_bytes + config.cache.host_cache_bytes
+        free = psutil.virtual_memory().available - HOST_RESERVE_BYTES - kept
         sizes = device_sizes(
             config,
             tier,
             plan,
-            row_bytes=form.row_bytes,
-            num_layers=len(layers),
-            top_k=top_k,
-            free=max(0, free),
+            row_bytes=source.form(tier).row_bytes,
+            num_layers=len(source.layers),
+            top_k=source.top_k,
+            free=max(0, free) // source.shard.size,
         )
         if sizes is None:
-            return pack_experts(
-                pack,
-                tier,
-                layers,
-                gpu.torch_device,
-                lambda report: progress(report.done_bytes, report.total_bytes),
-                shard,
-            )
-        path = heat_path(config.experts, pack, tier)
-        cache = open_cached(
-            pack,
-            tier,
-            layers,
-            gpu,
-            sizes,
-            heat=read_heat(path, pack.experts.num_rows),
-            num_readers=config.experts.num_readers,
-            read_timeout_s=config.experts.read_timeout_s,
-            progress=progress,
-            shard=shard,
-        )
-        self.caches.append(cache)
-        self._heat_files.append((cache, path))
+            return source.resident(tier, progress)
+        cache = self.caches[tier] = source.cached(tier, sizes, config.experts, progress)
         if not sizes.all_in_memory:
             return cache
         stream = LayerStream(cache.form, cache.bases, cache.layers, cache.copy_rows)
         free_slots = sizes.num_slots - sizes.num_static
-        from_rows = stream_from(cache.num_experts, top_k, free_slots, _decode_rows(config))
+        from_rows = stream_from(cache.num_experts, source.top_k, free_slots, _decode_rows(config))
         return ByLength(cache, stream, from_rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,8 @@ from moet.runtime.experts.disk import RowFile
 from moet.runtime.experts.layer_stream import stream_from
 from moet.runtime.experts.numa import listed, near
 from moet.runtime.experts.serving_gpu import DeviceServed, device_sizes
+from moet.runtime.experts.sizes import TierSizes
+from moet.runtime.experts.sources import DummyRows, PackRows
 from moet.runtime.plan_types import ExpertPlan
 from tests.kernels import emulation
 
@@ -103,7 +106,7 @@ def test_rows_on_disk_are_served_and_heat_is_kept(
     made = plan(LAYERS * NUM_EXPERTS, 0, row_bytes)
 
     def serve() -> DeviceServed:
-        return DeviceServed(pack, config, made, device, layers, lambda done, total: None)
+        return DeviceServed(PackRows(pack, layers, device), config, made, lambda done, total: None)
 
     served = serve()
     provider = served.precisions.drafting
@@ -128,10 +131,34 @@ def test_rows_on_disk_are_served_and_heat_is_kept(
     assert served.stats().tau == 0.25
     served.close()
     again = serve()
-    slot_of = again.caches[0].tables.slot_of
+    slot_of = again.caches["w2"].tables.slot_of
     hot = [place * NUM_EXPERTS + expert for place in (0, 2) for expert in (15, 3, 9, 14)]
     assert all(int(slot_of[row]) >= 0 for row in hot)
     again.close()
+
+
+def test_dummy_rows_are_the_same_wherever_they_are(pack: Pack) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    kernels = emulation.build(("expert_cache",), 90, num_sms=2)
+    device = Device.around(kernels, "sm90a", "cpu")
+    source = DummyRows(pack.experts, [0, 2], 4, device, seed=5)
+    told: list[int] = []
+    whole = source.resident("w2", lambda done, total: None)
+    every = TierSizes(num_slots=16, num_static=0, num_places=32, num_staging=2, num_rows=32)
+    cached = source.cached("w2", every, ExpertConfig(), lambda done, total: told.append(done))
+    for layer in (0, 2):
+        ids = torch.tensor([[1, 15, 7]])
+        table, other = cached.resolve(layer, ids), whole.resident(layer)
+        for expert_id in ids[0].tolist():
+            row = other.rows[other.slot_of[expert_id]]
+            assert torch.equal(table.rows[table.slot_of[expert_id]], row)
+        assert table.bases is not None
+        assert other.bases is not None
+        assert torch.equal(table.bases, other.bases)
+    assert told[-1] == 32 * cached.form.row_bytes
+    with pytest.raises(ConfigError, match="room for 31 of 32 rows"):
+        source.cached("w2", replace(every, num_places=31), ExpertConfig(), lambda done, total: None)
 
 
 def test_a_rank_reads_its_part_of_every_row(tmp_path: Path) -> None:
