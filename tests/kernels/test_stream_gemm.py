@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from moet.kernels import layout
@@ -26,7 +28,7 @@ from moet.kernels.stream_experts import (
     quantise,
     route,
 )
-from moet.kernels.stream_gemm import StreamLinear, Workspace
+from moet.kernels.stream_gemm import StreamLinear, Workspace, inverse
 from tests.kernels.emulation import Emulator
 
 
@@ -74,6 +76,13 @@ def relative(found: Tensor, expected: Tensor) -> float:
 
 
 ERROR = torch.zeros(1, dtype=torch.int32)
+
+
+@given(st.integers(1, 4096), st.integers(0, (1 << 32) - 1))
+def test_kernels_divide_exactly(divisor: int, number: int) -> None:
+    number //= divisor  # which keeps the product below 2^32
+    factor = inverse(divisor)
+    assert (number * factor >> 32 if factor else number) == number // divisor
 
 
 @pytest.mark.parametrize("kind", [W2Rows, Mxfp4Rows])
