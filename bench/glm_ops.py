@@ -23,6 +23,7 @@ from torch import Tensor
 from bench.step_h200 import Bench
 from moet.kernels import triton_indexer, triton_mla, triton_mla_attention
 from moet.kernels.cache import Cache, PlanedFormat
+from moet.kernels.mla_attention import HeadMatrices
 from moet.kernels.mla_cache import Fp8IndexKeys, Fp8LatentRows, Nvfp4LatentRows
 from moet.kernels.rows import Rows
 from moet.runtime.queues import CudaGraphs, CudaQueue
@@ -118,24 +119,30 @@ def attention_rows(bench: Bench, queue: CudaQueue) -> None:
 
 def product_rows(bench: Bench, queue: CudaQueue) -> None:
     for n, k in ((LATENT, 192), (256, LATENT)):
-        weights = [bf16(HEADS, n, k) for _ in range(LAYERS)]
-        for num_rows in (1, 8, 2048):
-            x = bf16(num_rows, HEADS, k)
+        for fp8 in (True, False):
+            weights = [matrices(n, k, fp8=fp8) for _ in range(LAYERS)]
+            for num_rows in (1, 8, 2048):
+                x = bf16(num_rows, HEADS, k)
 
-            def work(x: Tensor = x, weights: list[Tensor] = weights) -> bool:
-                for weight in weights:
-                    triton_mla.grouped_linear(x, weight)
-                return True
+                def work(x: Tensor = x, weights: list[HeadMatrices] = weights) -> bool:
+                    for weight in weights:
+                        triton_mla.head_products(x, weight)
+                    return True
 
-            for outputs, inputs in ((64, 64), (128, 64), (64, 128)):
-                case = f"grouped_linear {n}x{k}, {num_rows} rows, tiles of {outputs}x{inputs}"
-                if k % inputs:
-                    continue
+                case = f"head_products {n}x{k}, {'fp8' if fp8 else 'bf16'}, {num_rows} rows"
                 with bench.part(case):
-                    values = {"OUTPUTS": outputs, "INPUTS": inputs}
-                    with constants(triton_mla, values):
-                        floor = weights[0].numel() * 2 / 4.54e12 * 1e6
-                        bench.add(case, time_us(queue, work) / LAYERS, "us", floor=round(floor, 2))
+                    num_bytes = weights[0].values.nbytes
+                    floor = round(num_bytes / 4.54e12 * 1e6, 2)
+                    bench.add(case, time_us(queue, work) / LAYERS, "us", floor=floor)
+
+
+def matrices(n: int, k: int, *, fp8: bool) -> HeadMatrices:
+    """Random ones, one a head."""
+    values = bf16(HEADS, n, k)
+    if not fp8:
+        return HeadMatrices(values)
+    scales = torch.ones(HEADS, n // 64, k // 64, device="cuda")
+    return HeadMatrices(values.to(torch.float8_e4m3fn), scales)
 
 
 def index_rows(bench: Bench, queue: CudaQueue) -> None:

@@ -213,9 +213,6 @@ def _linear_share_fp8(x: Tensor | Activations, weight: Matrix, *, num_slices: in
     return _packed(x, weight, output="bf16")
 
 
-grouped_linear.impl_in("moet.kernels.triton_mla", "triton_bf16", supports=_on_gpu)
-
-
 @linear_pair.impl("stream_pair", supports=_on_gpu)
 def _linear_pair(x: Tensor | Activations, first: Matrix, second: Matrix) -> tuple[Tensor, Tensor]:
     from moet.kernels.projections import multiply_both

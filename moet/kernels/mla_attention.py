@@ -24,6 +24,20 @@ from moet.kernels.rows import Rows
 INDEX_NORM_EPS = 1e-6  # of the index keys' LayerNorm, whatever the other norms have
 
 
+BLOCK = 64  # outputs and inputs of a head's matrix that share a scale
+
+
+@dataclass(frozen=True, slots=True)
+class HeadMatrices:
+    """A matrix a head. values: [H, N, K], fp32 for the reference, bf16 or e4m3 on a GPU.
+
+    scales: what e4m3 values are times, [H, N / 64, K / 64] fp32.
+    """
+
+    values: Tensor
+    scales: Tensor | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class IndexKeys:
     """Where a layer that chooses positions keeps its keys. norm_weight, norm_bias: [dim] fp32."""
@@ -79,7 +93,7 @@ def latent_inputs(
 @op(tolerance=2**-4)  # one step of e4m3, of index queries
 def latent_queries(
     q: Tensor,
-    w_uk: Tensor,
+    w_uk: HeadMatrices,
     cos: Tensor,
     sin: Tensor,
     *,
@@ -89,21 +103,30 @@ def latent_queries(
 ) -> tuple[Tensor, Tensor | None]:
     """What each head asks of a stored row: its part without rotation goes through W_UK.
 
-    q: [T, H * (nope + rope) + index_heads * index_dim] fp32 or bf16. w_uk: [H, latent, nope],
-    fp32, or bf16 on a GPU. index_form: the encoding that index queries are rounded to, if any.
-    Returns [T, H, latent + rope] in the dtype of q, and index queries [T, index_heads, index_dim]
-    fp32, or None if index_heads is 0.
+    q: [T, H * (nope + rope) + index_heads * index_dim] fp32 or bf16. w_uk: [H, latent, nope].
+    index_form: the encoding that index queries are rounded to, if any. Returns
+    [T, H, latent + rope] in the dtype of q, and index queries [T, index_heads, index_dim] fp32, or
+    None if index_heads is 0.
     """
-    num_heads, _, nope = w_uk.shape
+    num_heads, _, nope = w_uk.values.shape
     width = q.shape[1] - index_heads * index_dim
     heads = rope(torch.unflatten(q[:, :width], 1, (num_heads, -1)), cos, sin)
-    absorbed = grouped_linear(heads[..., :nope], w_uk)
+    absorbed = grouped_linear(heads[..., :nope], w_uk.values)
     query = torch.cat((absorbed, heads[..., nope:]), dim=-1)
     if not index_heads:
         return query, None
     index = torch.unflatten(q[:, width:], 1, (index_heads, index_dim))
     index = rotate_first(index, cos, sin).float()
     return query, index if index_form is None else index_form.round(index)
+
+
+@op(tolerance=2**-8)
+def head_products(x: Tensor, weight: HeadMatrices) -> Tensor:
+    """Each head's row through its own matrix, rounded once. x: [T, H, K] fp32 or bf16.
+
+    Returns [T, H, N] in the dtype of x.
+    """
+    return grouped_linear(x, weight.values)
 
 
 @op(tolerance=2**-7)
@@ -149,10 +172,15 @@ def _queries_fit(*, arch: str, index: EntryFormat | None, nope_dim: int) -> bool
     return arch in GPU_ARCHS and keys and nope_dim % 64 == 0
 
 
+def _on_gpu(*, arch: str) -> bool:
+    return arch in GPU_ARCHS
+
+
 def _rows_fit(*, arch: str, form: EntryFormat) -> bool:
     return arch in GPU_ARCHS and latent_rows_fit(form)
 
 
 latent_inputs.impl_in("moet.kernels.triton_mla", "triton", supports=_inputs_fit)
 latent_queries.impl_in("moet.kernels.triton_mla", "triton", supports=_queries_fit)
+head_products.impl_in("moet.kernels.triton_mla", "triton", supports=_on_gpu)
 latent_attention.impl_in("moet.kernels.triton_mla_attention", "triton", supports=_rows_fit)

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moet.kernels.cache import Cache, EntryFormat
-from moet.kernels.mla_attention import INDEX_NORM_EPS, IndexKeys
+from moet.kernels.mla_attention import BLOCK, INDEX_NORM_EPS, HeadMatrices, IndexKeys
 from moet.kernels.mla_cache import Fp8IndexKeys, Fp8LatentRows, Nvfp4LatentRows
 from moet.kernels.quant import Activations
 from moet.kernels.triton_attention_inputs import norm_latent
@@ -30,8 +30,8 @@ from moet.kernels.triton_common import (
     rotate_pairs,
 )
 
-OUTPUTS = 64  # of a head's matrix that a program makes: the rows of matrix instructions
-INPUTS = 64  # of one of its steps
+OUTPUTS = BLOCK  # of a head's matrix that a program makes: the rows of matrix instructions
+INPUTS = BLOCK  # of one of its steps
 FEW_ROWS, MANY_ROWS = 16, 64  # columns of matrix instructions
 HEADS_EACH = 16  # that a program turns
 
@@ -293,6 +293,7 @@ def turn_heads(
 def multiply_tile(
     x,
     weight,
+    scales,
     out,
     place,
     tile,
@@ -310,6 +311,7 @@ def multiply_tile(
     """OUTPUTS of a head for a tile of rows. place: head and block of outputs. The weights are the
     left operand, so that a row has the same bits however many rows the tile has."""
     BLOCKS: tl.constexpr = (N + OUTPUTS - 1) // OUTPUTS
+    FP8: tl.constexpr = weight.dtype.element_ty == tl.uint8
     head = (place // BLOCKS).to(tl.int64)
     n = place % BLOCKS * OUTPUTS + tl.arange(0, OUTPUTS)
     t = tile * ROWS + tl.arange(0, ROWS)
@@ -321,7 +323,12 @@ def multiply_tile(
     for first in range(0, K, INPUTS):
         w = tl.load(w_at + first, mask=real, other=0.0)
         value = tl.load(x_at + first, mask=there, other=0.0)
-        acc = tl.dot(w, value, acc)
+        if FP8:
+            factor = tl.load(scales + place.to(tl.int64) * (K // INPUTS) + first // INPUTS)
+            w = w.to(tl.float8e4nv, bitcast=True).to(tl.float32).to(tl.bfloat16)
+            acc += tl.dot(w, value) * factor
+        else:
+            acc = tl.dot(w, value, acc)
     to = out + head * out_head + t.to(tl.int64)[None, :] * out_row + n[:, None]
     tl.store(to, acc.to(out.dtype.element_ty), mask=real & there)
 
@@ -330,6 +337,7 @@ def multiply_tile(
 def multiply_heads(
     x,
     weight,
+    scales,
     out,
     num_rows,
     x_row,
@@ -348,6 +356,7 @@ def multiply_heads(
     multiply_tile(
         x,
         weight,
+        scales,
         out,
         place,
         tile,
@@ -368,6 +377,7 @@ def multiply_heads(
 def make_queries(
     q,
     weight,
+    scales,
     cos_ptr,
     sin_ptr,
     query,
@@ -394,6 +404,7 @@ def make_queries(
         multiply_tile(
             q,
             weight,
+            scales,
             query,
             place,
             tile,
@@ -527,7 +538,7 @@ def latent_inputs(
 
 def latent_queries(
     q: Tensor,
-    w_uk: Tensor,
+    w_uk: HeadMatrices,
     cos: Tensor,
     sin: Tensor,
     *,
@@ -536,7 +547,7 @@ def latent_queries(
     index_form: EntryFormat | None,
 ) -> tuple[Tensor, Tensor | None]:
     assert index_form is None or isinstance(index_form, Fp8IndexKeys)  # by the predicate
-    num_rows, (num_heads, latent, nope), rope = len(q), w_uk.shape, 2 * cos.shape[1]
+    num_rows, (num_heads, latent, nope), rope = len(q), w_uk.values.shape, 2 * cos.shape[1]
     query = torch.empty((num_rows, num_heads, latent + rope), dtype=q.dtype, device=q.device)
     index = torch.empty((num_rows, index_heads, index_dim), dtype=torch.float32, device=q.device)
     if num_rows:
@@ -545,7 +556,7 @@ def latent_queries(
         parts = triton.cdiv(num_heads, HEADS_EACH) + triton.cdiv(index_heads, HEADS_EACH)
         make_queries[(places + rows * parts, triton.cdiv(num_rows, rows))](
             q,
-            w_uk,
+            *_operands(w_uk),
             cos,
             sin,
             query,
@@ -573,17 +584,21 @@ def _tile_rows(num_rows: int) -> int:
     return FEW_ROWS if num_rows <= FEW_ROWS else MANY_ROWS
 
 
-def grouped_linear(x: Tensor | Activations, weight: Tensor) -> Tensor:
-    """x: [T, G, K] bf16, the last dimension contiguous. weight: [G, N, K] bf16."""
-    assert isinstance(x, Tensor)
-    assert isinstance(weight, Tensor)
-    num_groups, n, k = weight.shape
+def _operands(weight: HeadMatrices) -> tuple[Tensor, Tensor]:
+    """Values and scales as kernels take them; the scales of bf16 values are not read."""
+    if weight.scales is None:
+        return weight.values, weight.values
+    return weight.values.view(torch.uint8), weight.scales
+
+
+def head_products(x: Tensor, weight: HeadMatrices) -> Tensor:
+    num_groups, n, k = weight.values.shape
     out = torch.empty((len(x), num_groups, n), dtype=x.dtype, device=x.device)
     if len(x):
         rows = _tile_rows(len(x))
         multiply_heads[(num_groups * triton.cdiv(n, OUTPUTS), triton.cdiv(len(x), rows))](
             x,
-            weight,
+            *_operands(weight),
             out,
             len(x),
             x.stride(0),

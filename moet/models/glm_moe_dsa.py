@@ -13,13 +13,21 @@ import torch
 from torch import Tensor
 
 from moet.config import KVDtype, ModelSettings, Rounding
-from moet.errors import ConfigError
+from moet.errors import ConfigError, UnsupportedError
 from moet.kernels.cache import PlainRows, PlanedFormat
 from moet.kernels.comm import added
 from moet.kernels.device_gemm import Device, PackedMatrix
-from moet.kernels.gemm import Matrix, grouped_linear, linear_fp32, streamed
+from moet.kernels.gemm import Matrix, linear_fp32, streamed
 from moet.kernels.indexer import index_select
-from moet.kernels.mla_attention import IndexKeys, latent_attention, latent_inputs, latent_queries
+from moet.kernels.mla_attention import (
+    BLOCK,
+    HeadMatrices,
+    IndexKeys,
+    head_products,
+    latent_attention,
+    latent_inputs,
+    latent_queries,
+)
 from moet.kernels.mla_cache import Fp8IndexKeys, latent_rows
 from moet.kernels.moe import sigmoid_scores
 from moet.kernels.norm import add_rms_norm
@@ -135,17 +143,14 @@ class Attention:
         if indexer is not None:
             queries.append(indexer.wq_b)
         self.queries = Linear.stacked(queries)
-        # fp8 blocks straddle the heads of kv_b, so it is decoded whole and then split.
-        kv_b, _ = weights.matrix("kv_b_proj", heads * (nope + value), latent)
-        w_uk, w_uv = torch.split(kv_b.view(heads, nope + value, latent), [nope, value], dim=1)
-        self.w_uk = _heads_matrix(w_uk.transpose(1, 2), weights)  # [H, latent, nope]
-        self.w_uv = _heads_matrix(w_uv, weights)  # [H, value, latent]
+        # [H, latent, nope] and [H, value, latent]
+        self.w_uk, self.w_uv = _absorbed(weights, heads, nope, value, latent)
         self.o = weights.input_linear("o_proj", hidden, heads * value)
         index = None if indexer is None else indexer.keys.form
         self._inputs = latent_inputs.bind(arch=arch, rank=rank, form=latents.form, index=index)
         self._queries = latent_queries.bind(arch=arch, index=index, nope_dim=nope)
         self._attend = latent_attention.bind(arch=arch, form=latents.form)
-        self._grouped = grouped_linear.bind(arch=arch)
+        self._values = head_products.bind(arch=arch)
 
     def __call__(
         self, x: Activations, step: Step, selection: Tensor | None
@@ -184,12 +189,39 @@ class Attention:
         mixed = self._attend(
             query, latents, selection, step.rows, scale=self.scale, latent_dim=self.latent_dim
         )
-        return self.o(self._grouped(mixed, self.w_uv).flatten(1)), selection
+        return self.o(self._values(mixed, self.w_uv).flatten(1)), selection
 
 
-def _heads_matrix(weight: Tensor, weights: Weights) -> Tensor:
-    """One matrix a head, [H, N, K], as the ops read it: fp32, or bf16 on a GPU."""
-    return streamed(weight) if weights.gpu is None else weight.bfloat16().contiguous()
+def _absorbed(
+    weights: Weights, heads: int, nope: int, value: int, latent: int
+) -> tuple[HeadMatrices, HeadMatrices]:
+    """kv_b in two, by head: what turns queries into latents, [H, latent, nope], and latents into
+    values, [H, value, latent].
+
+    Its blocks of fp8 straddle the heads, but halves of them do not: on a GPU it stays as stored.
+    """
+    parts, width = [nope, value], heads * (nope + value)
+    if weights.gpu is None:
+        kv_b, _ = weights.matrix("kv_b_proj", width, latent)
+        uk, uv = torch.split(kv_b.view(heads, nope + value, latent), parts, dim=1)
+        return HeadMatrices(streamed(uk.transpose(1, 2))), HeadMatrices(streamed(uv))
+    stored, scale = weights.stored("kv_b_proj", width, latent)
+    uk, uv = torch.split(stored.view(heads, nope + value, latent), parts, dim=1)
+    uk = uk.transpose(1, 2).contiguous()
+    if scale is None:
+        return HeadMatrices(uk.bfloat16()), HeadMatrices(uv.bfloat16().contiguous())
+    if nope % BLOCK or value % BLOCK or latent % BLOCK:
+        raise UnsupportedError(
+            f"{weights.prefix}kv_b_proj is fp8 with heads of {nope} and {value} rows of {latent}; "
+            f"on a GPU all are multiples of {BLOCK}"
+        )
+    halves = scale.repeat_interleave(2, 0).repeat_interleave(2, 1)
+    halves = halves[: width // BLOCK, : latent // BLOCK].reshape(heads, -1, latent // BLOCK)
+    uk_scale, uv_scale = torch.split(halves, [part // BLOCK for part in parts], dim=1)
+    return (
+        HeadMatrices(uk, uk_scale.transpose(1, 2).contiguous()),
+        HeadMatrices(uv.contiguous(), uv_scale.contiguous()),
+    )
 
 
 class AddNorm:

@@ -100,6 +100,12 @@ class Weights:
                 return weight, self.source.load(self.prefix + scale_name).to(self.device)
         raise CheckpointError(f"{self.prefix}{name}.weight is fp8 but there is no scale beside it")
 
+    def stored(self, name: str, num_out: int, num_in: int) -> tuple[Tensor, Tensor | None]:
+        """`name`.weight as it is stored, and the factors of its 128 x 128 blocks, fp32, if it is
+        fp8."""
+        weight, scale = self._stored(name, num_out, num_in)
+        return weight, None if scale is None else _scale_values(scale)
+
     def operand(self, name: str, num_out: int, num_in: int) -> tuple[Matrix, bool]:
         """As matrix, but packed as it is stored, fp8 or bf16, if there is a GPU."""
         if self.gpu is None:

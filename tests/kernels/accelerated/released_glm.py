@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moet.kernels import triton_indexer, triton_mla, triton_mla_attention
 from moet.kernels.cache import Cache, PlanedFormat
-from moet.kernels.mla_attention import IndexKeys
+from moet.kernels.mla_attention import HeadMatrices, IndexKeys
 from moet.kernels.mla_cache import Fp8IndexKeys, latent_rows
 from moet.kernels.rope import rope_cos_sin
 from moet.kernels.rows import Rows
@@ -48,6 +48,10 @@ class ReleasedGlm:
     def fp32(self, *shape: int) -> Tensor:
         return torch.zeros(*shape, device=self.device)
 
+    def matrices(self, n: int, k: int) -> HeadMatrices:
+        codes = torch.zeros(HEADS, n, k, dtype=torch.uint8, device=self.device)
+        return HeadMatrices(codes.view(torch.float8_e4m3fn), self.fp32(HEADS, n // 64, k // 64))
+
     def ops(self) -> dict[str, Callable[[], object]]:
         n, bf16, fp32 = self.n, self.bf16, self.fp32
         stream, weight = bf16(n, DIM), fp32(DIM)
@@ -56,7 +60,7 @@ class ReleasedGlm:
         inputs = q_kv, projected, fp32(RANK), fp32(LATENT), *self.cos_sin, self.latents, index
         queries = bf16(n, HEADS * (NOPE + ROPE) + INDEX_HEADS * INDEX_DIM)
         query, mixed = bf16(n, HEADS, LATENT + ROPE), bf16(n, HEADS, LATENT)
-        w_uk, w_uv = bf16(HEADS, LATENT, NOPE), bf16(HEADS, VALUE, LATENT)
+        w_uk, w_uv = self.matrices(LATENT, NOPE), self.matrices(VALUE, LATENT)
         selected = torch.zeros(n, TOP_K, dtype=torch.int32, device=self.device)
         index_query = fp32(n, INDEX_HEADS, INDEX_DIM)
         return {
@@ -84,5 +88,5 @@ class ReleasedGlm:
             "latent_attention": lambda: triton_mla_attention.latent_attention(
                 query, self.latents, selected, self.rows, scale=1 / 16, latent_dim=LATENT
             ),
-            "grouped_linear": lambda: triton_mla.grouped_linear(mixed, w_uv),
+            "head_products": lambda: triton_mla.head_products(mixed, w_uv),
         }

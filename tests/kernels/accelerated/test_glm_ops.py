@@ -10,10 +10,11 @@ from torch import Tensor
 
 from moet.kernels import triton_indexer, triton_mla, triton_mla_attention
 from moet.kernels.cache import Cache, PlanedFormat
-from moet.kernels.gemm import grouped_linear
 from moet.kernels.indexer import index_select
 from moet.kernels.mla_attention import (
+    HeadMatrices,
     IndexKeys,
+    head_products,
     latent_attention,
     latent_inputs,
     latent_queries,
@@ -124,12 +125,12 @@ def test_latent_inputs(name: str, kv_dtype: str, device: torch.device) -> None:
 def test_latent_queries(n: int, index_heads: int, device: torch.device) -> None:
     heads = 6 if INTERPRETED else 64
     q = bf16(n, heads * (NOPE + ROPE) + index_heads * INDEX_DIM, device=device)
-    w_uk = bf16(heads, LATENT, NOPE, device=device)
+    w_uk, exact = matrices(heads, LATENT, NOPE, fp8=n > 3, device=device)
     rows = replace(step("none", device), positions=torch.arange(n, device=device) * 1003)
     facts = {"index_heads": index_heads, "index_dim": INDEX_DIM if index_heads else 0}
     form = Fp8IndexKeys(INDEX_DIM, PAGE) if index_heads else None
     got, got_index = triton_mla.latent_queries(q, w_uk, *angles(rows), **facts, index_form=form)
-    wanted = latent_queries(q, w_uk.float(), *angles(rows), **facts, index_form=form)
+    wanted = latent_queries(q, exact, *angles(rows), **facts, index_form=form)
     want, want_index = wanted
     assert_close(got, want, 2**-7)
     assert (got_index is None) == (want_index is None)
@@ -139,12 +140,25 @@ def test_latent_queries(n: int, index_heads: int, device: torch.device) -> None:
         assert_close(got_index, want_index, latent_queries.tolerance)
 
 
-@pytest.mark.parametrize("n", [1, 17])
-def test_grouped_products(n: int, device: torch.device) -> None:
-    x = bf16(n, 3, 192, device=device)[..., :128]
-    weight = bf16(3, 80, 128, device=device)
-    got, want = triton_mla.grouped_linear(x, weight), grouped_linear(x, weight.float())
-    assert_close(got, want, grouped_linear.tolerance)
+def matrices(
+    heads: int, n: int, k: int, *, fp8: bool, device: torch.device
+) -> tuple[HeadMatrices, HeadMatrices]:
+    """Random ones as a GPU keeps them, and what they stand for."""
+    if not fp8:
+        values = bf16(heads, n, k, device=device)
+        return HeadMatrices(values), HeadMatrices(values.float())
+    codes = fp32(heads, n, k, device=device).to(torch.float8_e4m3fn)
+    scales = torch.rand(heads, n // 64, k // 64, device=device) + 0.5
+    spread = scales.repeat_interleave(64, 1).repeat_interleave(64, 2)
+    return HeadMatrices(codes, scales), HeadMatrices(codes.float() * spread)
+
+
+@pytest.mark.parametrize(("rows", "n", "fp8"), [(1, 80, False), (17, 128, True)])
+def test_head_products(rows: int, n: int, fp8: bool, device: torch.device) -> None:
+    x = bf16(rows, 3, 192, device=device)[..., :128]
+    weight, exact = matrices(3, n, 128, fp8=fp8, device=device)
+    got, want = triton_mla.head_products(x, weight), head_products(x, exact)
+    assert_close(got, want, head_products.tolerance)
 
 
 @pytest.mark.parametrize(("chunk", "candidates"), [(1024, 16384), (64, 64)])
