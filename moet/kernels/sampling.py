@@ -111,6 +111,28 @@ def weigh(scores: Tensor, temperature: Tensor, min_p: Tensor) -> tuple[Tensor, T
     return weights, token_ids[:, 0], ~(top < torch.inf)[:, 0]
 
 
+@op(tolerance=2**-18)
+def rank_weights(
+    weights: Tensor, ids: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, needed: Tensor
+) -> Tensor:
+    """Weights that top_k, then top_p, then min_p leave; the others are 0.
+
+    weights: [n, V] fp32, contiguous, up to a factor of the row. ids: [n, V] int64, tokens of each
+    row, the likeliest first. top_k: [n] int64. top_p: [n] fp64, the share of what top_k leaves that
+    the tokens before one must not reach. min_p: [n] fp32, share of the largest weight. needed: [n]
+    bool, rows that only min_p acts on have False. Returns [n, V] fp32.
+    """
+    ordered = weights.gather(-1, ids)
+    rank = torch.arange(weights.shape[1], device=weights.device)
+    probs = torch.where(rank < top_k[:, None], ordered, 0.0)
+    upto = probs.cumsum(-1, dtype=torch.float64)
+    kept = (upto - probs < top_p[:, None] * upto[:, -1:]) | (top_p[:, None] >= 1.0)
+    probs = torch.where(kept, probs, 0.0)
+    ranked = torch.zeros_like(weights).scatter(-1, ids, probs)
+    left = torch.where(needed[:, None], ranked, weights)
+    return torch.where(left >= min_p[:, None] * left.amax(-1, keepdim=True), left, 0.0)
+
+
 @op(tolerance=0.0)
 def draw_weights(
     weights: Tensor, seeds: Tensor, positions: Tensor, *, purpose: Purpose = Purpose.DRAW
@@ -151,13 +173,17 @@ class SamplingOps:
     """The forms of one arch."""
 
     weigh: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+    rank_weights: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     draw_weights: Callable[..., Tensor]
     verify_weights: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
     @classmethod
     def bind(cls, arch: str) -> SamplingOps:
         return cls(
-            weigh.bind(arch=arch), draw_weights.bind(arch=arch), verify_weights.bind(arch=arch)
+            weigh.bind(arch=arch),
+            rank_weights.bind(arch=arch),
+            draw_weights.bind(arch=arch),
+            verify_weights.bind(arch=arch),
         )
 
 
@@ -166,6 +192,9 @@ def _on_gpu(*, arch: str) -> bool:
 
 
 weigh.impl_in("moet.kernels.triton_sampling", "triton", supports=_on_gpu)
+
+
+rank_weights.impl_in("moet.kernels.triton_sampling", "triton", supports=_on_gpu)
 
 
 draw_weights.impl_in("moet.kernels.triton_sampling", "triton", supports=_on_gpu)

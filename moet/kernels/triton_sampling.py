@@ -112,6 +112,56 @@ def sum_part(weights, sums, num, num_parts, PART: tl.constexpr):
     tl.store(sums + row * num_parts + part, tl.sum(tile(weights, row, part, num, PART), 0))
 
 
+@triton.jit
+def ranked_tile(weights, ids, top_k, row, part, num, PART: tl.constexpr):
+    """Tokens of a part of the order, and their weights if they are among the first top_k."""
+    at = part * PART + tl.arange(0, PART)
+    token = tl.load(ids + row * num + at, mask=at < num, other=0)
+    inside = (at < num) & (at < tl.load(top_k + row))
+    return token, tl.load(weights + row * num + token, mask=inside, other=0.0)
+
+
+@triton.jit(do_not_specialize=["num_parts"])
+def sum_ranked(weights, ids, top_k, needed, sums, num, num_parts, PART: tl.constexpr):
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if tl.load(needed + row) != 0:
+        _, weight = ranked_tile(weights, ids, top_k, row, part, num, PART)
+        tl.store(sums + row * num_parts + part, tl.sum(weight.to(tl.float64), 0))
+
+
+@triton.jit(do_not_specialize=["num_parts"])
+def keep_ranked(
+    weights,
+    ids,
+    top_k,
+    top_p,
+    min_p,
+    needed,
+    sums,
+    out,
+    num,
+    num_parts,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = part * PART + tl.arange(0, PART)
+    floor = tl.load(min_p + row) * tl.load(weights + row * num + tl.load(ids + row * num))
+    if tl.load(needed + row) != 0:
+        each = tl.arange(0, PARTS)
+        value = tl.load(sums + row * num_parts + each, mask=each < num_parts, other=0.0)
+        share = tl.load(top_p + row)
+        token, weight = ranked_tile(weights, ids, top_k, row, part, num, PART)
+        wide = weight.to(tl.float64)
+        before = tl.sum(tl.where(each < part, value, 0.0), 0) + tl.cumsum(wide, 0) - wide
+        limit = tl.where(share < 1.0, share * tl.sum(value, 0), float("inf"))
+        kept = (before < limit) & (weight >= floor)
+        tl.store(out + row * num + token, tl.where(kept, weight, 0.0), mask=at < num)
+    else:
+        weight = tl.load(weights + row * num + at, mask=at < num, other=0.0)
+        tl.store(out + row * num + at, tl.where(weight >= floor, weight, 0.0), mask=at < num)
+
+
 @triton.jit(do_not_specialize=["num_parts"])
 def pick(
     weights,
@@ -242,6 +292,33 @@ def weigh(scores: Tensor, temperature: Tensor, min_p: Tensor) -> tuple[Tensor, T
         num_warps=4,
     )
     return weights, token_ids, is_bad
+
+
+def rank_weights(
+    weights: Tensor, ids: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, needed: Tensor
+) -> Tensor:
+    num_rows, num = weights.shape
+    num_parts = triton.cdiv(num, PART)
+    grid = num_rows, num_parts
+    sums = torch.empty(grid, dtype=torch.float64, device=weights.device)
+    sum_ranked[grid](weights, ids, top_k, needed, sums, num, num_parts, PART=PART, num_warps=4)
+    out = torch.empty_like(weights)
+    keep_ranked[grid](
+        weights,
+        ids,
+        top_k,
+        top_p,
+        min_p,
+        needed,
+        sums,
+        out,
+        num,
+        num_parts,
+        PART=PART,
+        PARTS=triton.next_power_of_2(num_parts),
+        num_warps=4,
+    )
+    return out
 
 
 def draw_weights(

@@ -75,7 +75,8 @@ class ChunkRunner:
                 proposed = self._bring_back(drafts.propose(proposing))
             out = self._bring_back(step.out)
             reports = None
-            if any(chunk.kind == Kind.FULL for chunk in sampled):
+            if any(chunk.told for chunk in sampled):
+                step.report(self.state, output.logits)
                 reports = self._bring_back(step.reports)
             ended = self.queue.moment()
         places = [proposing.index(c) if c in proposing else None for c in sampled]

@@ -33,6 +33,7 @@ class Chunk:
     masks: Tensor | None = None
     next_token: int | None = None
     num_to_draft: int = -1
+    told: bool = False  # log-probabilities are wanted
 
     @property
     def end(self) -> int:

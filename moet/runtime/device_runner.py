@@ -286,7 +286,8 @@ def fault_message(fault: int, explain: Callable[[], str | None] | None) -> str:
 def _step_row(row: Row) -> StepRow:
     kind = kind_of(row.seq.request.params, masked=row.masks is not None)
     num_to_draft = row.num_to_draft if row.seq.num_spec_tokens else -1
-    return StepRow(row.slot, row.start, row.token_ids, kind, row.masks, num_to_draft)
+    told = row.seq.request.params.logprobs is not None
+    return StepRow(row.slot, row.start, row.token_ids, kind, row.masks, num_to_draft, told)
 
 
 def _chunk(row: Row) -> Chunk:
@@ -297,4 +298,7 @@ def _chunk(row: Row) -> Chunk:
     seen = row.start < row.seq.prompt_len or row.seq.num_spec_tokens > 0
     is_followed = row.sample or row.next_token is not None
     num_to_draft = row.num_to_draft if seen and is_followed else -1
-    return Chunk(row.slot, row.start, row.token_ids, kind, row.masks, row.next_token, num_to_draft)
+    told = params.logprobs is not None
+    return Chunk(
+        row.slot, row.start, row.token_ids, kind, row.masks, row.next_token, num_to_draft, told
+    )

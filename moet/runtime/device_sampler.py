@@ -27,7 +27,7 @@ class Kind(IntEnum):
     GREEDY = 0  # the largest logit
     PLAIN = 1  # also temperature and min_p
     RANKED = 2  # also top_k and top_p, which need an order
-    FULL = 3  # also what depends on the tokens so far, on masks, and log-probabilities
+    FULL = 3  # also what depends on the tokens so far and on masks
 
 
 def kind_of(params: SamplingParams, *, masked: bool) -> Kind:
@@ -38,7 +38,7 @@ def kind_of(params: SamplingParams, *, masked: bool) -> Kind:
         or params.repetition_penalty != 1.0
     )
     changed = bool(params.logit_bias or params.allowed_token_ids or params.min_tokens or penalised)
-    if masked or changed or params.thinking is not None or params.logprobs is not None:
+    if masked or changed or params.thinking is not None:
         return Kind.FULL
     if params.temperature == 0:
         return Kind.GREEDY
@@ -200,25 +200,14 @@ def _weights(
     """Steps 5-8: weights by token id, [n, num_token_ids]. A row takes one of the two ways by its
     own parameters alone. And, as `weigh` has them, the likeliest tokens and which rows are bad."""
     temperature, min_p = state.temperature[slots], state.min_p[slots]
-    weights, token_ids, is_bad = ops.weigh(scores, temperature, min_p)
     if kind == Kind.PLAIN:
-        return weights, token_ids, is_bad
-    ordered, ids = scores.sort(dim=-1, descending=True, stable=True)
-    temperature = torch.where(temperature > 0, temperature, 1.0)[:, None]
-    probs = ((ordered - ordered[:, :1]) / temperature).softmax(-1)
-    top_k, top_p = state.top_k[slots][:, None], state.top_p[slots][:, None]
-    rank = torch.arange(probs.shape[-1], device=probs.device)
-    probs = torch.where(rank < top_k, probs, 0.0)
-    upto = probs.cumsum(-1, dtype=torch.float64)
-    kept = (upto - probs < top_p * upto[:, -1:]) | (top_p >= 1.0)
-    ranked = _floor(torch.where(kept, probs, 0.0), min_p[:, None])
+        return ops.weigh(scores, temperature, min_p)
+    weights, token_ids, is_bad = ops.weigh(scores, temperature, torch.zeros_like(min_p))
+    ids = scores.sort(dim=-1, descending=True, stable=True).indices
+    top_k, top_p = state.top_k[slots], state.top_p[slots]
     needed = (top_k < state.bias.shape[1]) | (top_p < 1.0)
-    by_token = torch.zeros_like(weights).scatter(-1, ids, ranked)
-    return torch.where(needed, by_token, weights), token_ids, is_bad
-
-
-def _floor(probs: Tensor, min_p: Tensor) -> Tensor:
-    return torch.where(probs >= min_p * probs.amax(-1, keepdim=True), probs, 0.0)
+    weights = ops.rank_weights(weights, ids, top_k, top_p, min_p, needed)
+    return weights, token_ids, is_bad
 
 
 def _only(scores: Tensor, may_come: Tensor) -> Tensor:

@@ -134,7 +134,7 @@ class GraphRunner:
     def capture(self, shape: Shape) -> None:
         """Capture the graphs of one shape."""
         for kind in Kind:
-            self._step_works(shape, kind)
+            self._step_works(shape, kind, told=True)
         if self.drafts is not None:
             for num_to_draft, kind in product((0, self.drafts.num_drafts), KINDS):
                 self._draft_works(shape, num_to_draft, kind)
@@ -144,12 +144,12 @@ class GraphRunner:
     ) -> None:
         """Capture what steps like this need, and nothing else. num_to_draft: -1 for no drafts."""
         shape = self.shape_for(num_seqs, num_rows, num_tokens + max(num_to_draft, 0))
-        self._step_works(shape, kind)
+        self._step_works(shape, kind, told=False)
         if num_to_draft >= 0:
             self._draft_works(shape, num_to_draft, min(kind, Kind.RANKED))
 
-    def _step_works(self, shape: Shape, kind: Kind) -> list[Work]:
-        """The model's step and what is sampled from it."""
+    def _step_works(self, shape: Shape, kind: Kind, *, told: bool) -> list[Work]:
+        """The model's step, what is sampled from it, and log-probabilities if they are wanted."""
         step = self.step_of(shape)
         num_tokens = shape.num_seqs * shape.num_rows
         logits, masks = self._logits[:num_tokens], self._masks[:num_tokens]
@@ -158,8 +158,12 @@ class GraphRunner:
         if kind != Kind.GREEDY:
             probs = None if self.drafts is None else self.drafts.drafter.probs
             finish = partial(step.finish, self.state, logits, masks, None, kind, probs)
-            key = shape.num_seqs, shape.num_rows, kind
+            key = kind.name, shape.num_seqs, shape.num_rows
             works.append(self._works.ready(key, finish, step.clear))
+        if told:
+            report = partial(step.report, self.state, logits)
+            key = "report", shape.num_seqs, shape.num_rows
+            works.append(self._works.ready(key, report, step.clear))
         return works
 
     def _forward(self, step: StepTensors, shape: Shape, logits: Tensor) -> None:
@@ -205,7 +209,8 @@ class GraphRunner:
             max(row.start + row.num_tokens + max(row.num_to_draft, 0) for row in rows),
         )
         kind = max(row.kind for row in rows)
-        works = self._step_works(shape, kind)
+        told = any(row.told for row in rows)
+        works = self._step_works(shape, kind, told=told)
         proposing: list[Work] = []
         if num_to_draft >= 0:
             extend, proposing = self._draft_works(shape, num_to_draft, kind_of_proposals(rows))
@@ -224,7 +229,7 @@ class GraphRunner:
             settled()
             for work in proposing:
                 work()
-            out, reports, proposed = self._bring_back(step, host, kind, num_to_draft)
+            out, reports, proposed = self._bring_back(step, host, told, num_to_draft)
             ended = self.queue.moment()
         num_rows = [row.num_tokens for row in rows]
         self._num_launched += 1
@@ -233,13 +238,13 @@ class GraphRunner:
         )
 
     def _bring_back(
-        self, step: StepTensors, host: HostTensors, kind: Kind, num_to_draft: int
+        self, step: StepTensors, host: HostTensors, told: bool, num_to_draft: int
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Queue the copies of a step's tokens, reports and proposals, if it has these."""
         out = host.out[: step.out.numel()].view(step.out.shape)
         out.copy_(step.out, non_blocking=True)
         reports = proposed = None
-        if kind == Kind.FULL:
+        if told:
             reports = host.reports[: len(step.reports)]
             reports.copy_(step.reports, non_blocking=True)
         if num_to_draft >= 0:

@@ -226,8 +226,8 @@ class SamplerState:
             token_ids[at] = draw(probs, uniform[at])
         if ranked:
             at = torch.tensor(ranked, device=logits.device)
-            ordered, ids = scores[at].sort(dim=-1, descending=True, stable=True)
-            probs = self._probs(ordered, slots[at])
+            ids = scores[at].sort(dim=-1, descending=True, stable=True).indices
+            probs = self._probs(scores[at], slots[at]).gather(-1, ids)
             probs = _truncate(probs, self._top_k[slots[at]], self._top_p[slots[at]])
             kept = self._floor(probs, slots[at])
             token_ids[at] = draw(torch.zeros_like(kept).scatter(-1, ids, kept), uniform[at])
@@ -371,8 +371,9 @@ class SamplerState:
         for i, slot in enumerate(slots.tolist()):  # row by row, each by its own parameters alone
             row, at, params = scores[i : i + 1], slots[i : i + 1], self._row_params(slot)
             if _needs_sort(params):
-                ordered, ids = row.sort(dim=-1, descending=True, stable=True)
-                kept = _truncate(self._probs(ordered, at), self._top_k[at], self._top_p[at])
+                ids = row.sort(dim=-1, descending=True, stable=True).indices
+                ordered = self._probs(row, at).gather(-1, ids)
+                kept = _truncate(ordered, self._top_k[at], self._top_p[at])
                 probs[i] = torch.zeros_like(row).scatter(-1, ids, self._floor(kept, at))[0]
             else:
                 probs[i] = self._floor(self._probs(row, at), at)[0]

@@ -20,8 +20,8 @@ class StepOutput:
     """What came back of a step, by its rows in order.
 
     tokens: new ones of each sequence. is_bad: its first row's logits were no numbers. reports:
-    [num_tokens, REPORT_WIDTH] of each, for Kind.FULL. fault: bits of the model's kernels, 0: none.
-    proposals: drafts of each sequence, if the step made some.
+    [num_tokens, REPORT_WIDTH] of each, if log-probabilities were wanted. fault: bits of the model's
+    kernels, 0: none. proposals: drafts of each sequence, if the step made some.
     """
 
     tokens: list[list[int]]

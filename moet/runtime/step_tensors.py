@@ -22,7 +22,8 @@ class StepRow:
 
     token_ids None: one row, whose token is the slot's newest on the device; not of a sequence that
     drafts. Tokens behind the first are drafts. masks: [num_tokens, words] int32, or None for no
-    limits. kind: what the sequence's parameters ask for. num_to_draft: tokens to propose for its
+    limits. kind: what the sequence's parameters ask for. told: log-probabilities are wanted.
+    num_to_draft: tokens to propose for its
     next step; -1: it does not draft at all.
     """
 
@@ -32,6 +33,7 @@ class StepRow:
     kind: Kind = Kind.GREEDY
     masks: Tensor | None = None
     num_to_draft: int = -1
+    told: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -158,8 +160,11 @@ class StepTensors:
         out[1:, :num_rows] = tokens
         out[1:, num_rows] = num_held
         out[1:, num_rows + 1] = is_bad[:, 0]
-        if kind == Kind.FULL:
-            self.reports.copy_(report(state, logits, drawn.token_ids))
+
+    def report(self, state: SlotTensors, logits: Tensor) -> None:
+        """Write `reports` of a step that is sampled. logits: [T, vocab_size] fp32."""
+        tokens = self.out[1:, : self.num_rows].reshape(-1)
+        self.reports.copy_(report(state, logits, tokens))
 
     def _drafted(self, slots: Tensor, draft_probs: Tensor) -> Drafted:
         """The draft that each row's token is compared with: it went in as the next row's."""

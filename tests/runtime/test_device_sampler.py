@@ -54,7 +54,7 @@ def test_kinds_follow_from_the_parameters() -> None:
     assert [kind_of(params, masked=False) for params in (GREEDY, PLAIN, RANKED)] == [0, 1, 2]
     assert {kind_of(params, masked=False) for params in FULL} == {Kind.FULL}
     assert kind_of(GREEDY, masked=True) == Kind.FULL
-    assert kind_of(SamplingParams(temperature=0.0, logprobs=0), masked=False) == Kind.FULL
+    assert kind_of(SamplingParams(temperature=0.0, logprobs=0), masked=False) == Kind.GREEDY
     assert kind_of(SamplingParams(temperature=0.0, top_k=4), masked=False) == Kind.GREEDY
 
 

@@ -175,7 +175,7 @@ def test_what_depends_on_tokens_stops_where_drafts_do() -> None:
     params = SamplingParams(temperature=0.0, presence_penalty=1.5, logprobs=2)
     world = World(params=(params,) * NUM_SLOTS)
     first = world.best(0)
-    rows = [StepRow(0, 2, [7, first, 63], Kind.FULL)]
+    rows = [StepRow(0, 2, [7, first, 63], Kind.FULL, told=True)]
     output = world.runner.launch(rows).result()
     second = expected_logits([*PROMPTS[0], first], world.model)[-1].copy()
     second[first] -= 1.5
@@ -224,7 +224,7 @@ def test_nothing_grows_after_capture() -> None:
     assert first == 1
     world.runner.capture_all()
     num_captured = tape.num_captured
-    assert num_captured == 6 * len(Kind)
+    assert num_captured == 6 * (len(Kind) + 1)
     for num_seqs in (1, 2, 3, 4):
         rows = [StepRow(s, len(PROMPTS[s]), [1], Kind.RANKED) for s in range(num_seqs)]
         world.runner.launch(rows).result()

@@ -7,7 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from moet.kernels.sampling import Purpose, SamplingOps, draw_weights, verify_weights, weigh
+from moet.kernels.sampling import (
+    Purpose,
+    SamplingOps,
+    draw_weights,
+    rank_weights,
+    verify_weights,
+    weigh,
+)
 
 SHAPES = [(1, 50), (3, 4100)]
 
@@ -35,6 +42,20 @@ def test_weights(device: torch.device, num_rows: int, num: int) -> None:
     scores[0, 5] = torch.nan
     found = weigh.bind(arch="sm90a")(scores.to(device), temperature.to(device), min_p.to(device))
     assert found[2].tolist() == [True] + [False] * (num_rows - 1)
+
+
+@pytest.mark.parametrize(("num_rows", "num"), SHAPES)
+def test_ranked_weights(device: torch.device, num_rows: int, num: int) -> None:
+    weights = torch.rand(num_rows, num) ** 8
+    weights[:, 5] = weights[:, num - 3]
+    ids = weights.sort(dim=-1, descending=True, stable=True).indices
+    min_p = torch.tensor([0.0, 0.3, 0.001])[:num_rows]
+    for top_k, top_p in ((num, 0.9), (7, 1.0), (30, 0.5), (num, 1.0)):
+        k, p = torch.full((num_rows,), top_k), torch.full((num_rows,), top_p, dtype=torch.float64)
+        needed = (k < num) | (p < 1.0)
+        given = (weights, ids, k, p, min_p, needed)
+        found = rank_weights.bind(arch="sm90a")(*(each.to(device) for each in given))  # type: ignore[arg-type]
+        assert torch.equal(found.cpu(), rank_weights(*given))
 
 
 @pytest.mark.parametrize(("num_rows", "num"), SHAPES)
