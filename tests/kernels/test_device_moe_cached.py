@@ -16,7 +16,7 @@ from moet.kernels.expert_cache_device import CachedTable, DeviceCache, FetchList
 from tests.kernels import emulation
 from tests.kernels.emulation import Emulator
 from tests.kernels.test_device_gemm import rows
-from tests.kernels.test_device_moe import DIM, EXPERTS, STREAM_ROWS, VOCAB, Layer, fused
+from tests.kernels.test_device_moe import DIM, EXPERTS, STREAM_ROWS, VOCAB, Layer, paired
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def cached(layer: Layer, device: Device, num_slots: int) -> tuple[CachedTable, t
 def test_fetched_experts_make_the_bits_of_resident_ones(device: Device, quick: bool) -> None:
     layer = Layer(device, hashed=True)
     if quick:
-        layer, device = fused(layer, device)
+        layer, device = paired(layer, device)
     x, positions = rows(STREAM_ROWS + 2, DIM), torch.arange(STREAM_ROWS + 2)
     resident = layer.table
     table, _host = cached(layer, device, num_slots=4)
