@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from moet.runtime.device_sampler import Kind
@@ -24,7 +25,9 @@ class DraftGraphs:
 
     def __init__(self, drafter: StepDrafter, works: Works, shapes: Shapes, vocab_size: int) -> None:
         self.drafter, self.shapes = drafter, shapes
-        self._works, self._vocab_size = works, vocab_size
+        self._works = works
+        most_seqs, _, _ = shapes.most()
+        self._logits = torch.zeros(most_seqs, vocab_size, device=works.queue.device)
         self._tensors: dict[int, DraftTensors] = {}
 
     @property
@@ -34,11 +37,8 @@ class DraftGraphs:
     def tensors(self, num_seqs: int) -> DraftTensors:
         """Those that the pieces for so many sequences read and write."""
         if num_seqs not in self._tensors:
-            queue = self._works.queue
-            with queue.working():
-                self._tensors[num_seqs] = DraftTensors(
-                    num_seqs, self.num_drafts, self._vocab_size, queue.device
-                )
+            with self._works.queue.working():
+                self._tensors[num_seqs] = DraftTensors(self.num_drafts, self._logits[:num_seqs])
         return self._tensors[num_seqs]
 
     def extension(

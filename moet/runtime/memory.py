@@ -120,6 +120,8 @@ class _Planner:
         model, settings, ranks = self.model, self.settings, self.hardware.num_devices
         rows = settings.max_num_seqs * (model.num_spec_tokens + 1)
         logits = rows * model.vocab_size * 4
+        if model.num_spec_tokens:
+            logits *= 2  # of the draft block, and what drafts were drawn from
         rings = settings.max_num_seqs * model.kv.bytes_per_seq
         step = settings.max_num_batched_tokens * model.step_bytes_per_token
         if not self.has_tiers:

@@ -47,17 +47,17 @@ class DraftTensors:
     proposed: [num_seqs, 1 + num_drafts] int64, how many are proposed, then the tokens. ends:
     position behind the rows that hold; slots: of the sequence; sampler_slots: where its sampling
     state is, the last slot of all for none; limits: tokens to propose: [num_seqs] int64 each.
-    logits: [num_seqs, vocab_size] fp32. hidden_states: [num_seqs, ...], made when first given.
+    logits: [num_seqs, vocab_size] fp32, which may be shared: they mean nothing after a step.
+    hidden_states: [num_seqs, ...], made when first given.
     """
 
-    def __init__(
-        self, num_seqs: int, num_drafts: int, vocab_size: int, device: torch.device
-    ) -> None:
+    def __init__(self, num_drafts: int, logits: Tensor) -> None:
+        num_seqs, device = len(logits), logits.device
         shape = num_seqs, 1 + num_drafts
         self.proposed = torch.zeros(shape, dtype=torch.int64, device=device)
         self.given = torch.zeros(4, num_seqs, dtype=torch.int64, device=device)
         self.ends, self.slots, self.sampler_slots, self.limits = self.given.unbind(0)
-        self.logits = torch.zeros(num_seqs, vocab_size, device=device)
+        self.logits = logits
         self.hidden_states: Tensor | None = None
 
     def clear(self) -> None:
