@@ -60,6 +60,8 @@ class Arena:
                 for first in firsts:
                     rows = min(self.rows_per_chunk, num_places - first)
                     self.chunks.append(page_aligned(rows * row_bytes).view(rows, row_bytes))
+                    done += rows * row_bytes
+                done = 0
                 filled = [
                     filler.submit(fill, first, chunk)
                     for first, chunk in zip(firsts, self.chunks, strict=True)
