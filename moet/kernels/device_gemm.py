@@ -61,7 +61,7 @@ class Device:
     paired_rows: int = 0
     paired_products: bool = False
     fetch: Literal["", "between", "beside"] = ""
-    chunk_attention: bool = False
+    chunk_attention: bool = True
     _group_work: dict[tuple[int, int, int], Work] = field(default_factory=dict)
 
     @classmethod
