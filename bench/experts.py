@@ -145,6 +145,7 @@ def judged(bench: Bench, experts: CachedExperts, num_rows: int) -> Results:
     return found | {
         "same bits": different.same,
         "resident twice the same": different.twice,
+        **({"difference": different.what} if different.what else {}),
         "error word": int(rig.device.error),
     }
 

@@ -169,26 +169,32 @@ class CapturedStep:
 @dataclass(frozen=True, slots=True)
 class Difference:
     """Whether steps with a pool gave the logits and the state of resident ones, and whether these
-    gave them twice."""
+    gave them twice. what: of the first step that differs, by how much and where."""
 
     same: bool
     twice: bool
+    what: str
 
 
 def compare(rig: Rig, step: CapturedStep, resident: CapturedStep, times: int = 6) -> Difference:
     """Steps from the same state, with a pool and without."""
-    same = twice = True
-    for _ in range(times):
+    same, twice, what = True, True, ""
+    for n in range(times):
         tokens, made = rig.tokens(len(step.ids)), []
         for run in (resident, resident, step):
             rig.restore()
             run(tokens)
-            made.append([run.logits.clone(), *(t.clone() for t in rig.kv.values())])
+            made.append({"logits": run.logits.clone(), **{k: t.clone() for k, t in rig.kv.items()}})
         once, again, found = made
-        twice &= all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
-        same &= all(torch.equal(a, b) for a, b in zip(once, found, strict=True))
+        twice &= all(torch.equal(once[name], again[name]) for name in once)
+        differ = [name for name in once if not torch.equal(once[name], found[name])]
+        if differ and same:
+            gap = float((once["logits"] - found["logits"]).abs().max())
+            finite = bool(once["logits"].isfinite().all()), bool(found["logits"].isfinite().all())
+            what = f"step {n}: {differ[:6]}, logits by {gap:.3g}, finite {finite}"
+        same &= not differ
     rig.restore()
-    return Difference(same, twice)
+    return Difference(same, twice, what)
 
 
 def link_rate(arena: Arena) -> float:
