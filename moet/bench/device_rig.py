@@ -69,7 +69,8 @@ class DeviceRig:
         self.model, self.placement, self.page_size = model, placement, spec.page_size
         self.queue = placement.queue
         device = self.queue.device
-        pages = [-(-(n + SPARE_TOKENS) // spec.page_size) for n in (longest, others)]
+        spare = SPARE_TOKENS + num_drafts
+        pages = [-(-(n + spare) // spec.page_size) for n in (longest, others)]
         self._pages = [list(range(pages[0]))]
         for _ in range(num_seqs - 1):
             first = self._pages[-1][-1] + 1

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from moet.errors import CheckpointError
+from moet.kernels.nvfp4_rows import Nvfp4Rows
 from moet.models.expert_encoder import Tier
 from moet.models.pack import Pack
 from moet.models.progress import ProgressCallback, ProgressMeter
@@ -62,7 +63,7 @@ def pack_experts(
         for layer_idx in layers
         for expert_id in range(num_experts)
     ]
-    if bases[0].numel() == 0:
+    if bases[0].numel() == 0 and not isinstance(form, Nvfp4Rows):  # whose scales need none
         raise CheckpointError(f"{pack.folder} has no row bases of its {tier} experts for a GPU")
     return DeviceExperts(form, rows, torch.stack(bases).to(device), layers)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from moet.errors import CheckpointError, ConfigError
 from moet.kernels.device_gemm import Device
 from moet.kernels.layout import ExpertRows
+from moet.kernels.nvfp4_rows import Nvfp4Rows
 from moet.models.expert_encoder import Tier
 from moet.models.pack import Pack
 from moet.models.sharding import WHOLE, Shard
@@ -139,13 +140,13 @@ def row_files(pack: Pack, tier: Tier, shard: Shard) -> tuple[ExpertRows, Callabl
 
 def row_bases(pack: Pack, tier: Tier, layers: Sequence[int], shard: Shard = WHOLE) -> Tensor:
     """[rows of these layers, ...] uint8. Raises CheckpointError if the pack has none."""
-    _, first, last = share_of(pack.format(tier), shard)
+    form, first, last = share_of(pack.format(tier), shard)
     bases = [
         pack.row_base(tier, layer_idx, expert_id)[first:last]
         for layer_idx in layers
         for expert_id in range(pack.experts.num_experts)
     ]
-    if bases[0].numel() == 0:
+    if bases[0].numel() == 0 and not isinstance(form, Nvfp4Rows):  # whose scales need none
         raise CheckpointError(f"{pack.folder} has no row bases of its {tier} experts for a GPU")
     return torch.stack(bases)
 
