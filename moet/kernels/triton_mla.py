@@ -15,7 +15,6 @@ from moet.kernels.cache import Cache, EntryFormat
 from moet.kernels.mla_attention import BLOCK, INDEX_NORM_EPS, HeadMatrices, IndexKeys
 from moet.kernels.mla_cache import Fp8IndexKeys, Fp8LatentRows, Nvfp4LatentRows
 from moet.kernels.quant import Activations
-from moet.kernels.triton_attention_inputs import norm_latent
 from moet.kernels.triton_common import (
     CODED_ROWS,
     begin,
@@ -24,7 +23,6 @@ from moet.kernels.triton_common import (
     e4m3_exponent,
     exponent_byte,
     load_rotation,
-    mma_place,
     overlap,
     power_of_two,
     rotate_pairs,
@@ -34,6 +32,49 @@ OUTPUTS = BLOCK  # of a head's matrix that a program makes: the rows of matrix i
 INPUTS = BLOCK  # of one of its steps
 FEW_ROWS, MANY_ROWS = 16, 64  # columns of matrix instructions
 HEADS_EACH = 16  # that a program turns
+NORM_WARPS = 16  # of a row that is normed
+
+
+@triton.jit
+def grouped_columns(GROUPS: tl.constexpr):
+    """Columns by group of 128 and word of 4, [GROUPS, 32, 4]: a warp has a group, a thread a word,
+    so that what a group shares takes no memory."""
+    d = tl.arange(0, GROUPS)[:, None, None] * 128 + tl.arange(0, 32)[None, :, None] * 4
+    return d + tl.arange(0, 4)[None, None, :]
+
+
+@triton.jit
+def norm_groups(
+    x,
+    weight,
+    values,
+    codes,
+    scales,
+    row,
+    eps,
+    DIM: tl.constexpr,
+    GROUPS: tl.constexpr,
+    QUANT: tl.constexpr,
+):
+    """RMS norm of a row, and its e4m3 codes and scales if QUANT. x: fp32, by grouped_columns, 0
+    beyond DIM."""
+    d = grouped_columns(GROUPS)
+    square = tl.sum(tl.sum(tl.sum(x * x, 2), 1), 0)
+    x = x * tl.rsqrt(square / DIM + eps) * tl.load(weight + d, mask=d < DIM, other=0.0)
+    x = x.to(values.dtype.element_ty)
+    tl.store(values + row * DIM + d, x, mask=d < DIM)
+    if QUANT:
+        x = x.to(tl.float32)
+        g = tl.arange(0, GROUPS)
+        byte = e4m3_exponent(tl.max(tl.max(tl.abs(x), 2), 1))
+        tl.store(scales + row * (DIM // 128) + g, power_of_two(byte), mask=g < DIM // 128)
+        code = e4m3_codes(x * power_of_two(254 - byte)[:, None, None])
+        word = tl.sum(code << (tl.arange(0, 4) * 8)[None, None, :], 2)
+        w = tl.arange(0, 32)
+        place = (w & 24) | ((w & 1) << 2) | ((w & 7) >> 1)  # mma_place, in words
+        to = (codes + row * DIM).to(tl.pointer_type(tl.int32))
+        real = (g < DIM // 128)[:, None] & (w >= 0)[None, :]
+        tl.store(to + g[:, None] * 32 + place[None, :], word, mask=real)
 
 
 @triton.jit
@@ -47,32 +88,21 @@ def join_and_norm(
     scales,
     eps,
     DIM: tl.constexpr,
-    PAD: tl.constexpr,
+    GROUPS: tl.constexpr,
     JOINS: tl.constexpr,
     QUANT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
-    d = tl.arange(0, PAD)
+    d = grouped_columns(GROUPS)
     value = tl.load(x + row * DIM + d, mask=d < DIM, other=0.0).to(tl.float32)
     if JOINS:
         value += tl.load(y + row * DIM + d, mask=d < DIM, other=0.0).to(tl.float32)
         value = value.to(total.dtype.element_ty)
         tl.store(total + row * DIM + d, value, mask=d < DIM)
         value = value.to(tl.float32)
-    value = value * tl.rsqrt(tl.sum(value * value, 0) / DIM + eps)
-    value = value * tl.load(weight + d, mask=d < DIM, other=0.0)
-    value = value.to(values.dtype.element_ty)
-    tl.store(values + row * DIM + d, value, mask=d < DIM)
-    if QUANT:
-        blocks = tl.reshape(value.to(tl.float32), [PAD // 128, 128])
-        byte = e4m3_exponent(tl.max(tl.abs(blocks), 1))
-        b = tl.arange(0, PAD // 128)
-        tl.store(scales + row * (DIM // 128) + b, power_of_two(byte), mask=b < DIM // 128)
-        code = e4m3_codes(blocks * power_of_two(254 - byte)[:, None]).to(tl.uint8)
-        to = b[:, None] * 128 + mma_place(tl.arange(0, 128))[None, :]
-        tl.store(codes + row * DIM + to, code, mask=to < DIM)
+    norm_groups(value, weight, values, codes, scales, row, eps, DIM, GROUPS, QUANT)
 
 
 @triton.jit
@@ -203,7 +233,7 @@ def store_inputs(
     eps,
     index_eps,
     RANK: tl.constexpr,
-    RANK_PAD: tl.constexpr,
+    RANK_GROUPS: tl.constexpr,
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
     ROW_BYTES: tl.constexpr,
@@ -219,7 +249,9 @@ def store_inputs(
     part = tl.program_id(1)
     slot = tl.load(slots + row)
     if part == 0:
-        norm_latent(q_kv, q_weight, values, codes, scales, row, stride, eps, RANK, RANK_PAD, QUANT)
+        d = grouped_columns(RANK_GROUPS)
+        x = tl.load(q_kv + row * stride + d, mask=d < RANK, other=0.0).to(tl.float32)
+        norm_groups(x, q_weight, values, codes, scales, row, eps, RANK, RANK_GROUPS, QUANT)
     elif slot >= 0:
         page, place = slot // ENTRIES, slot % ENTRIES
         if part == 1:
@@ -460,13 +492,18 @@ def add_rms_norm(
             weight if made.scale is None else made.scale,
             eps,
             DIM=dim,
-            PAD=max(128, triton.next_power_of_2(dim)),
+            GROUPS=_groups(dim),
             JOINS=y is not None,
             QUANT=quant,
-            num_warps=8,
+            num_warps=NORM_WARPS,
             **overlap(x),
         )
     return total, made
+
+
+def _groups(dim: int) -> int:
+    """Groups of 128 columns, as many as a block has: a power of two."""
+    return int(triton.next_power_of_2(triton.cdiv(dim, 128)))
 
 
 def _coded(values: Tensor, quant: bool) -> Activations:
@@ -522,7 +559,7 @@ def latent_inputs(
         eps,
         INDEX_NORM_EPS,
         RANK=rank,
-        RANK_PAD=triton.next_power_of_2(rank),
+        RANK_GROUPS=_groups(rank),
         LATENT=form.latent_dim,
         ROPE=form.rope_dim,
         ROW_BYTES=form.row_bytes,
