@@ -77,11 +77,12 @@ class Steps:
 
 
 def exact_rows(bench: Bench, made: DummyModel, device: Device) -> None:
-    """The same tokens in pieces of several sizes: rows that differ in any bit."""
+    """The same tokens in pieces of several sizes: rows and pages that differ in any bit."""
     with bench.part("exact"):
         ids = torch.randint(0, made.model.vocab_size, (EXACT_TOKENS,))
-        whole, found = None, {}
+        whole: tuple[Tensor, dict[str, Tensor]] | None = None
         for name, sizes in {
+            "warm": [EXACT_TOKENS],
             "whole": [EXACT_TOKENS],
             "again": [EXACT_TOKENS],
             "chunks": [2048, EXACT_TOKENS - 2048],
@@ -94,17 +95,20 @@ def exact_rows(bench: Bench, made: DummyModel, device: Device) -> None:
                 logits.append(steps.run(ids[start : start + size], start))
                 start += size
             last = torch.cat(logits)[-4:]
-            state = [tensor.clone() for tensor in steps.kv.values()]
-            if whole is None:
-                whole = last, state
-            num_off = int((last != whole[0]).any(1).sum())
-            pairs = zip(state, whole[1], strict=True)
-            entries = sum(int((a != b).any(2).sum()) for a, b in pairs)
-            found[name] = num_off
-            finite = bool(last.isfinite().all())
-            note = f"finite {finite}; pages that differ {entries}; fault {int(device.error)}"
-            bench.add(f"exact, {name}: of the last 4 rows differ", num_off, "rows", note=note)
+            note = f"finite {bool(last.isfinite().all())}; fault {int(device.error)}"
             device.error.zero_()
+            if name == "warm":
+                continue
+            if whole is None:
+                whole = last, steps.kv
+            num_off = int((last != whole[0]).any(1).sum())
+            off = [
+                f"{group} of layer {layer} page {page}"
+                for group, tensor in steps.kv.items()
+                for layer, page in (tensor != whole[1][group]).any(2).nonzero().tolist()
+            ]
+            note += f"; {len(off)} pages differ {off[:5]}"
+            bench.add(f"exact, {name}: of the last 4 rows differ", num_off, "rows", note=note)
 
 
 def decode_rows(bench: Bench, rig: DeviceRig, layers: int, num_steps: int) -> None:

@@ -91,7 +91,7 @@ def filled_rows(rows: Rows, count: int) -> Rows:
     """The rows of a step, and `count` that are only there to fill a bucket."""
 
     def longer(values: torch.Tensor, fill: int) -> torch.Tensor:
-        return torch.cat([values, torch.full((count,), fill)])
+        return torch.cat([values, torch.full((count,), fill, device=values.device)])
 
     return replace(
         rows,
