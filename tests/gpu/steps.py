@@ -130,12 +130,12 @@ class Steps:
         num_pages: of the page table that the step is handed; None: all.
         """
         self.queue.settle()
-        step = StepTensors(
-            *shape, self.device.torch_device, no_slot=self.num_seqs, arch=self.device.arch
-        )
         sent = torch.zeros(StepTensors.num_sent(*shape), dtype=torch.int64)
         fill(sent, rows, shape, self.num_seqs)
         with self.queue.working(), torch.inference_mode():
+            step = StepTensors(  # here, or its zeros could come after what is sent
+                *shape, self.device.torch_device, no_slot=self.num_seqs, arch=self.device.arch
+            )
             step.sent.copy_(sent)
             given = step.rows(self.table[:, :num_pages], self.page_size)
             tokens = step.tokens(self.sampler.tensors())
