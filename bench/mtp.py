@@ -1,12 +1,13 @@
 """What drafting costs and gives on one GPU: bench/results/mtp.json.
 
-    python -m bench.mtp [--parts steps,sampled,kernels,demo] [--layers N] [--commit X] [--out FILE]
+    python -m bench.mtp [--parts steps,sampled,kernels,adaptive,demo] [--layers N] [--out FILE]
 
 steps: whole steps of V4-Flash at full size with dummy weights, by streams and drafts, and the
 tokens per second that they make at the acceptance that is stated in the file. sampled: the same
-for requests above temperature 0. kernels: where the time of drafting goes. demo: the demo models,
-100 prompts and 200 tokens each with 0 to 4 drafts: tokens must be equal, and drafts hold as often
-as bench/results/quality.json says. Each part stands alone, as in bench/step_h200.py.
+for requests above temperature 0. kernels: where the time of drafting goes. adaptive: the engine's
+loop with drafts that never hold. demo: the demo models, 100 prompts and 200 tokens each with 0 to 4
+drafts: tokens must be equal, and drafts hold as often as bench/results/quality.json says. Each part
+stands alone, as in bench/step_h200.py.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from time import perf_counter
 import torch
 
 from bench.quality_tasks import STORY, TASKS, held_out
-from bench.step_h200 import CONTEXT, SEED, SKEW, Bench
+from bench.step_h200 import CONTEXT, SEED, SKEW, Bench, Loop
 from bench.train_demo.corpus import Renderer
 from bench.train_demo.tokenizer import Family
 from moet.bench.device_rig import DeviceRig
@@ -38,7 +39,7 @@ from moet.models.synthetic import MODEL_NAME
 from moet.runtime.device_runner import Placement
 from moet.runtime.device_sampler import Kind
 from moet.runtime.draft_length import fitted
-from moet.runtime.dummy import dummy_model, open_device, preset_config
+from moet.runtime.dummy import DummyModel, dummy_model, open_device, preset_config
 from moet.runtime.engine import Engine
 from moet.runtime.queues import CudaGraphs, CudaQueue
 from moet.types import SamplingParams
@@ -47,7 +48,7 @@ RESULTS = Path(__file__).parent / "results" / "mtp.json"
 QUALITY = Path(__file__).parent / "results" / "quality.json"
 DEMO = Path(__file__).parents[1] / "moet" / "demo"
 FAMILIES: tuple[Family, ...] = ("deepseek-v4", "glm")
-PARTS = ("steps", "sampled", "kernels", "demo")
+PARTS = ("steps", "sampled", "kernels", "adaptive", "demo")
 STREAMS = (1, 8, 32)
 MOST_DRAFTS = 3
 # Chance that draft 1, 2, 3 holds if those before it do: 2.6 tokens a step with two drafts.
@@ -132,6 +133,41 @@ def kernel_rows(bench: Bench, rig: DeviceRig) -> None:
                 bench.add(f"{name}: {short}", us, "us/step", note=note)
 
 
+def adaptive_rows(bench: Bench, made: DummyModel, device: Device) -> None:
+    """The engine's loop with drafts that never hold: dummy weights' guesses are as bad as any."""
+    for num_seqs, adaptive in ((1, False), (1, True), (8, False), (8, True)):
+        case = f"engine loop, {num_seqs} streams, {MOST_DRAFTS} drafts that never hold"
+        case += ", adaptive" if adaptive else ""
+        with bench.part(case):
+            queue = CudaQueue()
+            loop = Loop(
+                made,
+                Placement(queue, CudaGraphs(queue), device.error, device.arch),
+                max_num_seqs=num_seqs,
+                max_num_batched_tokens=2048,
+                max_model_len=4096,
+                num_spec_tokens=MOST_DRAFTS,
+                adaptive_spec=adaptive,
+            )
+            for n in range(num_seqs):
+                loop.submit(str(n), 256, 160)
+            ended: list[float] = []
+            counts: list[int] = []
+            while loop.core.has_work:
+                loop.step()
+                stats = loop.core.stats()
+                if stats.num_steps > len(ended):
+                    ended.append(perf_counter())
+                    counts.append(stats.num_draft_tokens)
+            middle = len(ended) // 2
+            last = len(ended) - 10  # then sequences begin to end
+            taken_ms = 1e3 * (ended[last] - ended[middle]) / (last - middle)
+            drafted = (counts[last] - counts[middle]) / (last - middle) / num_seqs
+            note = f"{drafted:.2f} drafts a step and stream"
+            bench.add(case, taken_ms, "ms/step", note=note)
+            loop.core.shutdown()
+
+
 def demo_rows(bench: Bench, family: Family) -> None:
     """Tokens with 0 to 4 drafts, apart and in one batch, and how many drafts hold."""
     folder = DEMO / family
@@ -206,7 +242,7 @@ def demo_rows(bench: Bench, family: Family) -> None:
         bench.add(name, same, "of 100", better="higher", target=100)
 
 
-def make_rig(device: Device, num_layers: int | None, num_seqs: int) -> DeviceRig:
+def make_rig(device: Device, num_layers: int | None, num_seqs: int) -> tuple[DummyModel, DeviceRig]:
     raw = preset_config(MODEL_NAME, "full", num_layers)
     settings = ModelSettings(arch=device.arch, rounding="deployed", precision="w2")
     options = DummyOptions(seed=SEED, skew=SKEW)
@@ -223,7 +259,7 @@ def make_rig(device: Device, num_layers: int | None, num_seqs: int) -> DeviceRig
         num_drafts=MOST_DRAFTS,
     )
     rig.fill()
-    return rig
+    return made, rig
 
 
 def arguments() -> argparse.Namespace:
@@ -260,16 +296,18 @@ def main() -> None:
             with bench.part(f"{family} demo"):
                 demo_rows(bench, family)
         torch.cuda.empty_cache()
-    rig = None
-    if {"steps", "sampled", "kernels"} & set(args.parts):
+    made = rig = None
+    if {"steps", "sampled", "kernels", "adaptive"} & set(args.parts):
         with bench.part("weights, state and prompts"):
-            rig = make_rig(device, args.layers, max(STREAMS))
+            made, rig = make_rig(device, args.layers, max(STREAMS))
     if rig is not None and "steps" in args.parts:
         step_rows(bench, rig, args.steps)
     if rig is not None and "sampled" in args.parts:
         sampled_rows(bench, rig, min(args.steps, 10))
     if rig is not None and "kernels" in args.parts:
         kernel_rows(bench, rig)
+    if made is not None and "adaptive" in args.parts:
+        adaptive_rows(bench, made, device)
     bench.add("all of this", perf_counter() - began_s, "s")
     bench.write()
     print(f"faults: {bench.faults}" if bench.faults else "no faults", flush=True)
