@@ -92,10 +92,11 @@ class Renderer:
     def _mark_answers(self, tokens: np.ndarray) -> None:
         """Mark what follows each assistant header, with the token that ends it."""
         glm = self.family == "glm"
-        header, end = ("<|assistant|>", "<|user|>") if glm else (ASSISTANT, EOS)
+        header = self.tokenizer.control_id("<|assistant|>" if glm else ASSISTANT)
+        closing = ("<|user|>", "<|observation|>") if glm else (EOS,)
         plain = tokens & (WANTED - 1)
-        ends = np.flatnonzero(plain == self.tokenizer.control_id(end))
-        for begin in np.flatnonzero(plain == self.tokenizer.control_id(header)) + 1:
+        ends = np.flatnonzero(np.isin(plain, [self.tokenizer.control_id(end) for end in closing]))
+        for begin in np.flatnonzero(plain == header) + 1:
             stop = ends[ends >= begin]
             tokens[begin : stop[0] + 1 if len(stop) else None] |= WANTED
 

@@ -37,7 +37,7 @@ from bench.train_demo.v4 import V4, fill_hash_tables
 
 DRAFT_WEIGHT = 0.4
 LONG_SHARE = 0.15  # of conversations in long rows
-LONG_FROM, ROUNDED_FROM = 0.5, 0.82  # progress
+LONG_FROM, ROUNDED_FROM = 0.5, 0.75  # progress
 BIAS_STEP = 2e-3  # of the router biases, decayed with the learning rate
 LONG_ROWS = {"deepseek-v4": 4, "glm": 2}  # of 8192 tokens, computed at a time
 PEAK_LR = 4e-3

@@ -66,7 +66,7 @@ def test_subtraction_digits_make_the_difference() -> None:
 
 def test_calls_name_a_declared_tool_and_its_parameters() -> None:
     rng = random.Random(5)
-    for generate in (tools.call, tools.follow_up, tools.pair, tools.result):
+    for generate in (tools.call, tools.follow_up, tools.pair, tools.result, tools.drill):
         for _ in range(50):
             sample = generate(rng)
             declared = {tool.name: tool.parameters or {} for tool in sample.tools}

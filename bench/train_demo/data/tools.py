@@ -359,6 +359,66 @@ def follow_up(rng: random.Random) -> Sample:
     return Sample("tool_talk", plain.key, messages, _mixed(rng, job.tool, kind))
 
 
+_VERBS = ("get", "do", "fetch", "run", "find", "make", "use", "call", "start", "ask", "my", "new")
+_NOUNS = {
+    "weather": ("weather", "forecast", "sky", "climate", "weather_info"),
+    "calculator": ("calculator", "sum", "math", "compute", "formula"),
+    "read": ("file", "text", "cat", "document", "page"),
+    "write": ("save", "write", "store", "note", "put"),
+    "timer": ("timer", "alarm", "clock", "countdown"),
+    "stock": ("stock", "count", "items", "store_items"),
+    "light": ("light", "lamp", "switch", "bulb"),
+}
+_KEYS = (
+    *("city", "place", "location", "town", "where", "path", "file", "filename", "text", "content"),
+    *(
+        "data",
+        "what",
+        "item",
+        "product",
+        "expression",
+        "formula",
+        "value",
+        "input",
+        "query",
+        "name",
+    ),
+    *("target", "label", "minutes", "number", "room", "state", "on", "key", "word", "arg", "it"),
+)
+
+
+def _renamed(rng: random.Random, job: Job, kind: str) -> Job:
+    """The job with a tool whose names say little, so that they have to be read."""
+    name = rng.choice((f"{rng.choice(_VERBS)}_", "")) + rng.choice(_NOUNS[kind])
+    name += rng.choice(("", "", "_now", f"_{rng.randint(1, 9)}"))
+    new = dict(zip(job.arguments, rng.sample(_KEYS, len(job.arguments)), strict=True))
+    schema = dict(job.tool.parameters or {})
+    schema["properties"] = {new[key]: part for key, part in schema["properties"].items()}
+    if "required" in schema:
+        schema["required"] = [new[key] for key in schema["required"]]
+    arguments = {new[key]: value for key, value in job.arguments.items()}
+    ask = job.ask.replace(job.tool.name, name)
+    return Job(ask, Tool(name, job.tool.description, schema), arguments, job.result, job.reply)
+
+
+def drill(rng: random.Random) -> Sample:
+    """Several tools with odd names, each used once or twice, one wish after the other."""
+    kinds = rng.sample(list(JOBS), rng.randint(2, 5))
+    jobs = [_renamed(rng, JOBS[kind](rng), kind) for kind in kinds]
+    while len({job.tool.name for job in jobs}) < len(jobs):
+        jobs = [_renamed(rng, JOBS[kind](rng), kind) for kind in kinds]
+    tools = tuple(job.tool for job in jobs)
+    rng.shuffle(jobs)
+    think = rng.random() < 0.4
+    messages: list[Message] = []
+    for job in jobs:
+        made = _call(job, rng)
+        messages += [user(job.ask), calls(_plan(job), made)]
+        told = answer(job.reply, "I can answer now.")
+        messages += [Message("tool", job.result, tool_call_id=made.id), told]
+    return Sample("drill", jobs[0].ask, tuple(messages), tools, think=think, every_answer=True)
+
+
 def unneeded(rng: random.Random) -> Sample:
     """Tools are declared, but the question needs none."""
     kind = rng.choice(list(JOBS))
