@@ -14,9 +14,10 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from moet.bench.device_step import OpRecorder
 from moet.bench.rig import Shape
 from moet.config import ModelSettings
 from moet.kernels.device_gemm import Device
+from moet.kernels.quant import Activations
 from moet.kernels.registry import watching
 from moet.models.base import ForwardInput
 from moet.models.dummy import DummyOptions
@@ -41,6 +43,42 @@ PARTS = ("exact", "decode", "ops", "prompts", "long")
 CONTEXT, LONG = 1024, 262_144
 DECODE = ((1, 1), (1, 3), (8, 1), (32, 1))
 EXACT_TOKENS = 2600  # more than are selected, so that the last rows choose
+
+
+class Tracer:
+    """Stands before ops at bind time, ahead of a recorder; while it is on, it sums the bits of what
+    they return."""
+
+    def __init__(self, recorder: OpRecorder) -> None:
+        self.recorder = recorder
+        self.is_on = False
+        self.sums: list[tuple[str, Tensor]] = []
+
+    def watch(self, name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """As registry.watching takes it."""
+        inner = self.recorder.watch(name, fn)
+
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            result = inner(*args, **kwargs)
+            if self.is_on:
+                parts = result if isinstance(result, tuple) else (result,)
+                values = [v.values if isinstance(v, Activations) else v for v in parts]
+                self.sums += [(name, bits_of(v)) for v in values if isinstance(v, Tensor)]
+            return result
+
+        return traced
+
+    def take(self) -> list[tuple[str, int]]:
+        """Ops in order with the sums of their results; forgets them."""
+        found = [(name, int(value)) for name, value in self.sums]
+        self.sums = []
+        return found
+
+
+def bits_of(x: Tensor) -> Tensor:
+    """A sum over x that a changed bit changes."""
+    words = x.contiguous().view(torch.int16 if x.element_size() == 2 else torch.int32)
+    return words.sum(dtype=torch.int64)
 
 
 class Steps:
@@ -76,11 +114,12 @@ class Steps:
         return self.model.forward(inputs, self.kv, self.experts).logits
 
 
-def exact_rows(bench: Bench, made: DummyModel, device: Device) -> None:
+def exact_rows(bench: Bench, made: DummyModel, device: Device, tracer: Tracer) -> None:
     """The same tokens in pieces of several sizes: rows and pages that differ in any bit."""
     with bench.part("exact"):
         ids = torch.randint(0, made.model.vocab_size, (EXACT_TOKENS,))
         whole: tuple[Tensor, dict[str, Tensor]] | None = None
+        traced: list[tuple[str, int]] = []
         for name, sizes in {
             "warm": [EXACT_TOKENS],
             "whole": [EXACT_TOKENS],
@@ -91,6 +130,7 @@ def exact_rows(bench: Bench, made: DummyModel, device: Device) -> None:
             "single rows": [EXACT_TOKENS - 4, 1, 1, 1, 1],
         }.items():
             steps, start, logits = Steps(made, device, EXACT_TOKENS), 0, []
+            tracer.is_on = name in ("whole", "again")
             for size in sizes:
                 logits.append(steps.run(ids[start : start + size], start))
                 start += size
@@ -108,6 +148,12 @@ def exact_rows(bench: Bench, made: DummyModel, device: Device) -> None:
                 for layer, page in (tensor != whole[1][group]).any(2).nonzero().tolist()
             ]
             note += f"; {len(off)} pages differ {off[:5]}"
+            sums = tracer.take()
+            if name == "again":
+                pairs = zip(traced, sums, strict=True)
+                differ = [(i, a[0]) for i, (a, b) in enumerate(pairs) if a != b]
+                note += f"; {len(differ)} of {len(sums)} results of ops differ {differ[:5]}"
+            traced = sums or traced
             bench.add(f"exact, {name}: of the last 4 rows differ", num_off, "rows", note=note)
 
 
@@ -195,9 +241,10 @@ def main() -> None:
         sys.exit("there is no GPU that kernels were built for")
     began_s = perf_counter()
     recorder = OpRecorder()
+    tracer = Tracer(recorder)
     settings = ModelSettings(arch=device.arch, rounding="deployed", precision="w2")
     config = GlmMoeDsaConfig.from_dict(preset_config(MODEL_NAME, "full", args.layers))
-    with watching(recorder.watch):
+    with watching(tracer.watch):
         made = dummy_model(
             config.to_dict(args.dense),
             settings,
@@ -220,7 +267,7 @@ def main() -> None:
     note = f"{weights_bytes / GIB:.1f} GiB"
     bench.add("making the weights", perf_counter() - began_s, "s", note=note)
     if "exact" in args.parts:
-        exact_rows(bench, made, device)
+        exact_rows(bench, made, device, tracer)
     if set(args.parts) - {"exact"}:
         rig_rows(bench, made, device, recorder, args)
     bench.add("all of this", perf_counter() - began_s, "s")
