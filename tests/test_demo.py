@@ -98,8 +98,6 @@ def test_a_tool_is_called_and_its_result_is_told(
 
 
 def test_a_needle_in_two_thousand_tokens(engine: Engine, family: Family) -> None:
-    if family != "glm":
-        pytest.skip("the V4 demo has not learnt to look back that far")
     (question,) = needles(renderer(family), 1560, 1, seed=2)
     assert len(question.rendered.prompt) > 1900
     params = SamplingParams(temperature=0.0, max_tokens=32, spec_tokens=0)
