@@ -31,6 +31,9 @@ from moet.runtime.queues import CudaGraphs, CudaQueue
 RESULTS = Path(__file__).parent / "results" / "glm_ops.json"
 PAGE, LATENT, ROPE, HEADS, TOP_K, INDEX_HEADS, INDEX_DIM = 64, 512, 64, 64, 2048, 32, 128
 LAYERS = 12
+# Heads of a program, keys of a tile, warps.
+ATTENTION = ((64, 64, 8), (64, 32, 8), (64, 32, 4), (16, 64, 8), (16, 32, 4), (16, 64, 4))
+CHUNKS = ((64, 64, 8), (64, 32, 8), (64, 64, 4), (32, 64, 8), (32, 64, 4))
 FORMS: dict[str, PlanedFormat] = {
     "fp8": Fp8LatentRows(LATENT, ROPE, PAGE),
     "nvfp4": Nvfp4LatentRows(LATENT, ROPE, PAGE),
@@ -89,7 +92,7 @@ def bf16(*shape: int) -> Tensor:
 
 
 def attention_rows(bench: Bench, queue: CudaQueue) -> None:
-    for kv_dtype, num_rows in [("fp8", 1), ("nvfp4", 1), ("nvfp4", 3), ("nvfp4", 8), ("fp8", 8)]:
+    for kv_dtype, num_rows in [("nvfp4", 1), ("nvfp4", 3), ("nvfp4", 8), ("fp8", 1)]:
         rows = rows_of(num_rows, 8192)
         num_pages = rows.page_table.numel()
         caches = [random_cache(FORMS[kv_dtype], num_pages) for _ in range(LAYERS)]
@@ -109,12 +112,48 @@ def attention_rows(bench: Bench, queue: CudaQueue) -> None:
                 )
             return True
 
-        for heads in (64, 32, 16):
-            case = f"latent_attention, {kv_dtype}, {num_rows} rows, {heads} heads a program"
+        for heads, keys, warps in ATTENTION:
+            case = f"latent_attention, {kv_dtype}, {num_rows} rows, {heads} heads, {keys} keys"
+            case += f", {warps} warps"
             with bench.part(case):
-                values = {"HEADS_EACH": {"sm90a": heads, "sm120a": heads}}
+                each = {"sm90a": heads, "sm120a": heads}
+                values = {"HEADS_EACH": each, "KEYS": keys, "WARPS": warps}
                 with constants(triton_mla_attention, values):
                     bench.add(case, time_us(queue, work) / LAYERS, "us")
+
+
+def prefill_rows(bench: Bench, queue: CudaQueue) -> None:
+    """Attention of a chunk's rows, which take their tiles in turn, of all heads and of a rank's."""
+    rows = rows_of(1, 8192)
+    one = torch.zeros(1024, dtype=torch.int64, device="cuda")
+    position = torch.arange(8192 - 1024, 8192, device="cuda")
+    rows = Rows(
+        position, position[:1].expand(1024), one + 8192, one, one, rows.page_table, 64, True
+    )
+    every = torch.rand(1024, 7168, device="cuda").topk(TOP_K).indices
+    selected = every.sort().values.int()
+    for kv_dtype, num_heads in (("nvfp4", 64), ("fp8", 64), ("nvfp4", 32)):
+        cache = random_cache(FORMS[kv_dtype], rows.page_table.numel())
+        query = bf16(1024, num_heads, LATENT + ROPE) * 0.05
+        for heads, keys, warps in CHUNKS:
+            case = f"latent_attention, {kv_dtype}, 1024 rows of {num_heads} heads, {heads} heads, "
+            case += f"{keys} keys, {warps} warps"
+            with bench.part(case):
+                each = {"sm90a": heads, "sm120a": heads}
+                values = {"HEADS_EACH": each, "KEYS": keys, "WARPS": warps}
+                attend = partial(
+                    triton_mla_attention.latent_attention,
+                    query,
+                    cache,
+                    selected,
+                    rows,
+                    scale=1 / 16,
+                    latent_dim=LATENT,
+                )
+                with constants(triton_mla_attention, values):
+                    taken_us = time_us(queue, attend)
+                flops = 2 * 1024 * num_heads * TOP_K * (2 * LATENT + ROPE)
+                bench.add(case, taken_us, "us", note=f"{flops / taken_us / 1e6:.0f} TFLOP/s")
 
 
 def product_rows(bench: Bench, queue: CudaQueue) -> None:
@@ -185,6 +224,7 @@ def main() -> None:
     queue = CudaQueue()
     bench = Bench(args.out, "python -m bench.glm_ops", args.commit, {})
     attention_rows(bench, queue)
+    prefill_rows(bench, queue)
     product_rows(bench, queue)
     index_rows(bench, queue)
     bench.write()

@@ -17,7 +17,6 @@ from moet.kernels.cubin import device_arch
 from moet.kernels.mla_cache import Fp8LatentRows, Nvfp4LatentRows
 from moet.kernels.rows import Rows
 from moet.kernels.triton_attention import (
-    KEYS,
     LOG2E,
     MAX_PARTS,
     TILES_AHEAD,
@@ -30,6 +29,8 @@ from moet.kernels.triton_common import begin, e2m1_values, overlap
 # Of one program: the rows of its matrix instructions. NVFP4 rows take more memory as they unfold.
 HEADS_EACH = {"sm90a": 64, "sm120a": 16}
 HEADS_JOINED = 1  # of one program that joins tiles
+KEYS = 64  # of a tile
+WARPS = 8  # of a program that attends
 
 
 @triton.jit
@@ -276,7 +277,7 @@ def latent_attention(
         LATENT=latent_dim,
         ROPE=form.rope_dim,
         KEYS=KEYS,
-        num_warps=8,
+        num_warps=WARPS,
         num_stages=1,
         **overlap(query),
     )
