@@ -28,7 +28,6 @@ from moet.kernels import (
     triton_indexer,
     triton_rows,
 )
-from moet.kernels.fetch_ahead import FetchAhead, FetchNothing
 from moet.models.deepseek_v4 import DeepseekV4
 from moet.models.dummy import DummyOptions
 from moet.models.synthetic import MODEL_NAME
@@ -46,14 +45,6 @@ def products(model: DeepseekV4) -> None:
     for layer in model.layers:
         attn = layer.attn
         attn._at_once = attn.unquantised is not None and attn.wqa_wkv.quantised
-
-
-def fetching(*, beside: bool, at_once: bool = False) -> Change:
-    def change(model: DeepseekV4) -> None:
-        assert model.device is not None
-        model._fetch = FetchAhead(model.device, beside=beside, at_once=at_once)
-
-    return change
 
 
 def overlapping(model: DeepseekV4) -> None:
@@ -74,37 +65,15 @@ def splitting(model: DeepseekV4) -> None:
 VARIANTS: dict[str, list[Change]] = {
     "plain": [],
     "products": [products],
-    "split tiles": [splitting],
     "overlap": [overlapping],
-    "products, overlap, split": [products, overlapping, splitting],
-    "fetch between": [fetching(beside=False)],
-    "fetch between, at once": [fetching(beside=False, at_once=True)],
-    "products, overlap, split, fetch between": [
-        products,
-        overlapping,
-        splitting,
-        fetching(beside=False),
-    ],
-    "products, overlap, split, fetch at once": [
-        products,
-        overlapping,
-        splitting,
-        fetching(beside=False, at_once=True),
-    ],
-    "fetch beside": [fetching(beside=True)],
-    "products, overlap, split, fetch beside": [
-        products,
-        overlapping,
-        splitting,
-        fetching(beside=True),
-    ],
+    "products, overlap": [products, overlapping],
+    "products, overlap, split tiles": [products, overlapping, splitting],
 }
 
 
 def plain(model: DeepseekV4) -> None:
     launched(OVERLAP=False, launch_pdl=False)
     triton_attention.SPLIT_TILES = 0
-    model._fetch = FetchNothing()
     for layer in model.layers:
         layer.attn._at_once = False
 

@@ -48,8 +48,6 @@ class Device:
     error: [1] int32, bits that a kernel sets when it met what must not be (`stream_gemm.cuh`,
     ErrorBit); whoever runs a step reads it. counters: int32, zero between launches. paired_rows: up
     to how many rows the routed experts of a layer run beside the shared one (`paired_experts.py`).
-    paired_products: whether two products of one input are one launch (`projections.py`). fetch:
-    where weights are asked for ahead of their kernel (`fetch_ahead.py`), if they are.
     chunk_attention: whether chunks attend by a kernel of their own (`device_attention.py`).
     """
 
@@ -59,8 +57,6 @@ class Device:
     error: Tensor
     counters: Tensor
     paired_rows: int = 0
-    paired_products: bool = False
-    fetch: Literal["", "between", "beside"] = ""
     chunk_attention: bool = True
     _group_work: dict[tuple[int, int, int], Work] = field(default_factory=dict)
 
@@ -138,11 +134,6 @@ class PackedMatrix:
     @property
     def shape(self) -> tuple[int, int]:
         return self.stored.out_features, self.stored.in_features
-
-    @property
-    def codes(self) -> Tensor:
-        """Most of its bytes."""
-        return self.stored.plane
 
     @property
     def quantised(self) -> bool:
@@ -283,11 +274,6 @@ class PackedGroups:
     @property
     def chunks(self) -> int:
         return self.planes.shape[2] // layout.K_CHUNK
-
-    @property
-    def codes(self) -> Tensor:
-        """Most of its bytes."""
-        return self.planes
 
     def fill(self, args: StreamArgs, work: Work, num_rows: int) -> None:
         """Set what depends on the matrices and the rows alone."""

@@ -16,10 +16,8 @@ CODED_ROWS = 256  # steps of more rows are multiplied in tiles that round their 
 
 
 def overlap(like: Tensor) -> dict[str, bool]:
-    """How a kernel is launched that calls `begin`, on tensors like this one: before the one ahead
-    of it has ended, or after."""
-    del like  # off until a GPU has run it
-    return {"OVERLAP": False, "launch_pdl": False}
+    """How a kernel that calls `begin` is launched: on a GPU while the one ahead may still run."""
+    return {"OVERLAP": like.is_cuda, "launch_pdl": like.is_cuda}
 
 
 @triton.jit

@@ -3,7 +3,6 @@ model. Tensors to logits; knows nothing of scheduling."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -20,7 +19,6 @@ from moet.kernels.comm import RankPart, added
 from moet.kernels.device_attention import PlacedSink
 from moet.kernels.device_gemm import Device
 from moet.kernels.device_streams import MixMatrix
-from moet.kernels.fetch_ahead import FetchAhead, FetchNothing
 from moet.kernels.gemm import linear_fp32, linear_pair, streamed
 from moet.kernels.hyper_connection import hc_enter, hc_head_norm, hc_pass, hc_post
 from moet.kernels.indexer import index_select
@@ -49,7 +47,6 @@ from moet.models.layers import (
     Linear,
     LMHead,
     Weights,
-    codes_of,
     joined,
 )
 from moet.models.moe import MoE, Router, SwigluMlp
@@ -78,26 +75,13 @@ class RopeTables:
 class Step:
     """One forward pass: what its rows are and which state they touch."""
 
-    def __init__(
-        self,
-        token_ids: Tensor,
-        rows: Rows,
-        kv: KVTensors,
-        tables: RopeTables,
-        fetch: FetchAhead | FetchNothing,
-    ) -> None:
+    def __init__(self, token_ids: Tensor, rows: Rows, kv: KVTensors, tables: RopeTables) -> None:
         self.token_ids = token_ids
         self.rows = rows
         self.kv = kv
         self.tables = tables
-        self._fetch = fetch
         self._window_starts: dict[int, CosSin] = {}
         self._ring_slots: dict[int, Tensor] = {}
-
-    def soon(self, weights: Sequence[Tensor]) -> None:
-        """A kernel after the next ones reads these, and few rows leave memory idle till then."""
-        if self.rows.short and weights:
-            self._fetch(weights)
 
     @cached_property
     def main(self) -> CosSin:
@@ -288,22 +272,15 @@ class Attention:
         self.widths = [sum(part.shape[0] for part in parts) for parts in users]
         self._project = linear_fp32.bind(arch=weights.settings.arch)
         self._project_both = linear_pair.bind(arch=weights.settings.arch)
-        device = weights.gpu
-        self._at_once = (
-            device is not None and device.paired_products and self.wqa_wkv.quantised
-        ) and self.unquantised is not None
+        self._at_once = weights.gpu is not None and self.wqa_wkv.quantised
         group_in = heads * head_dim // groups
         self.wo_a = GroupedLinear(weights, "wo_a", groups, config.o_lora_rank, group_in)
         self.wo_b = weights.input_linear("wo_b", dim, groups * config.o_lora_rank)
-        self.input_codes = codes_of(self.wqa_wkv.weight, self.unquantised)
-        self._queries_codes = codes_of(self.queries.weight)
-        self._out_codes = codes_of(self.wo_a.weight)
 
     def __call__(self, x: Tensor | Activations, step: Step) -> Tensor | RankPart:
         """x: [n, dim], normalised. Returns [n, dim] and updates this layer's state."""
         cos_sin = step.compress if self.ratio else step.main
         qr_kv, projected = self._projections(x)
-        step.soon(self._queries_codes)
         ring = self.window.cache(step.kv)
         slots = step.ring_slots(ring.form.entries_per_page)
         chunk = None if step.rows.short else ring.scratch(len(qr_kv))
@@ -320,10 +297,8 @@ class Attention:
             step.rows,
             eps=self.eps,
         )
-        queries = self.queries(qr)
-        step.soon(self._out_codes)
         q, index_q = self._heads(
-            queries,
+            self.queries(qr),
             *cos_sin,
             num_heads=self.num_heads,
             head_dim=self.head_dim,
@@ -442,21 +417,23 @@ class Block:
         self.hc_attn = HyperConnection(weights, config, "attn")
         self.hc_ffn = HyperConnection(weights, config, "ffn")
         self.attn = Attention(weights.under("attn."), config, layout, layer_idx)
-        self._attn_codes = self.attn.input_codes
         self.ffn = _load_moe(weights.under("ffn."), config, layer_idx)
 
     def __call__(self, residual: Residual, step: Step, experts: ExpertProvider) -> None:
         """Pass the residual on, this layer's last output pending in it."""
-        step.soon(self._attn_codes)
         x, post, mix = self.hc_attn.enter(residual)
         residual.pending = self.attn(x, step), post, mix
-        step.soon(self.ffn.dense_codes)
         x, post, mix = self.hc_ffn.enter(residual)
         residual.pending = self.ffn(x, step.token_ids, step.rows.positions, experts), post, mix
 
     def finish(self, residual: Residual) -> Tensor:
         """[n, h, dim], behind this layer."""
         return self.hc_ffn.finish(residual)
+
+    def hand_on(self, residual: Residual) -> Tensor:
+        """As finish, with the bits that the next layer's first site would make."""
+        self.hc_ffn.enter(residual)  # what else it makes is not read
+        return residual.streams
 
 
 def _load_moe(weights: Weights, config: DeepseekV4Config, layer_idx: int) -> MoE:
@@ -562,10 +539,6 @@ class DeepseekV4:
     device: Device | None = None
 
     def __post_init__(self) -> None:
-        device = self.device
-        self._fetch: FetchAhead | FetchNothing = FetchNothing()
-        if device is not None and device.fetch:
-            self._fetch = FetchAhead(device, beside=device.fetch == "beside")
         self.vocab_size = self.config.vocab_size
         self.max_position_embeddings = self.config.max_position_embeddings
 
@@ -664,14 +637,14 @@ class DeepseekV4:
 
     def run(self, token_ids: Tensor, rows: Rows, kv: KVTensors, experts: ExpertProvider) -> Tensor:
         """The layers alone, without a host decision if the ops make none. Returns [n, h, dim]."""
-        step = Step(token_ids, rows, kv, self.tables, self._fetch)
+        step = Step(token_ids, rows, kv, self.tables)
         residual = Residual(self._enter(token_ids))
         for layer in self.layers:
             layer(residual, step, experts)
-        self._fetch.join()
-        streams = self.layers[-1].finish(residual)
-        if not self.shard.is_last:
-            self.shard.comm.send(streams)
+        if self.shard.is_last:
+            return self.layers[-1].finish(residual)
+        streams = self.layers[-1].hand_on(residual)
+        self.shard.comm.send(streams)
         return streams
 
     def _enter(self, token_ids: Tensor) -> Tensor:
@@ -720,9 +693,8 @@ class DeepseekV4:
         head = None
         if self.mtp is not None:
             assert self.embed is not None
-            step = Step(token_ids, rows, kv, self.tables, self._fetch)
+            step = Step(token_ids, rows, kv, self.tables)
             streams = self.mtp(self.embed(token_ids), streams, step, experts)
-            self._fetch.join()
             head = self.mtp.head
         return ModelOutput(self._logits(head, _chosen(streams, logits_indices)), streams)
 

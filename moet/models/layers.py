@@ -188,11 +188,6 @@ class Linear:
         return cls(weight, settings=first.settings, quantised=first.quantised)
 
 
-def codes_of(*weights: Matrix | Groups | None) -> list[Tensor]:
-    """Where most of the bytes of packed weights lie; nothing of others."""
-    return [w.codes for w in weights if w is not None and not isinstance(w, Tensor)]
-
-
 def joined(parts: Sequence[Matrix]) -> Matrix:
     """Matrices of one input as one, their outputs side by side."""
     packed = [part for part in parts if not isinstance(part, Tensor)]

@@ -28,7 +28,7 @@ from moet.kernels.registry import Op
 from moet.kernels.stream_experts import SharedExpert
 from moet.models.base import ExpertProvider, ResidentProvider
 from moet.models.formats import dequantize_mxfp4
-from moet.models.layers import InputLinear, Linear, Weights, codes_of
+from moet.models.layers import InputLinear, Linear, Weights
 
 
 class Router:
@@ -139,9 +139,6 @@ class MoE:
         self.round_activations = settings.rounding == "deployed"
         self._whole = None if settings.arch == "reference" else moe.bind(arch=settings.arch)
         self._shared_weights = shared.weights()
-        self.dense_codes = codes_of(router.weight)
-        if (packed := self._shared_weights.packed) is not None:
-            self.dense_codes += [packed.planes, packed.down.plane]
         if self._whole is None:
             self._mixture = expert_mixture.bind(arch=settings.arch)
 
