@@ -49,4 +49,4 @@ def _tests_of(module: Any) -> dict[str, Any]:
 
 globals().update(_tests_of(test_exactness))
 globals().update(_tests_of(test_speculation_state))
-globals().update({name: vars(test_speculation)[name] for name in DRAFTING})
+globals().update({name: vars(test_speculation)[name] for name in sorted(DRAFTING)})
