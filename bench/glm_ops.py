@@ -31,9 +31,9 @@ from moet.runtime.queues import CudaGraphs, CudaQueue
 RESULTS = Path(__file__).parent / "results" / "glm_ops.json"
 PAGE, LATENT, ROPE, HEADS, TOP_K, INDEX_HEADS, INDEX_DIM = 64, 512, 64, 64, 2048, 32, 128
 LAYERS = 12
-# Heads of a program, keys of a tile, warps.
+# Heads of a program, keys of a tile, warps; of chunks by heads of a rank.
 ATTENTION = ((64, 64, 8), (64, 32, 8), (64, 32, 4), (16, 64, 8), (16, 32, 4), (16, 64, 4))
-CHUNKS = ((64, 64, 8), (64, 32, 8), (64, 64, 4), (32, 64, 8), (32, 64, 4))
+CHUNKS = {64: ((64, 64, 8), (64, 64, 4)), 32: ((32, 64, 8), (32, 64, 4), (64, 64, 8))}
 FORMS: dict[str, PlanedFormat] = {
     "fp8": Fp8LatentRows(LATENT, ROPE, PAGE),
     "nvfp4": Nvfp4LatentRows(LATENT, ROPE, PAGE),
@@ -92,7 +92,7 @@ def bf16(*shape: int) -> Tensor:
 
 
 def attention_rows(bench: Bench, queue: CudaQueue) -> None:
-    for kv_dtype, num_rows in [("nvfp4", 1), ("nvfp4", 3), ("nvfp4", 8), ("fp8", 1)]:
+    for kv_dtype, num_rows in [("nvfp4", 1), ("nvfp4", 8)]:
         rows = rows_of(num_rows, 8192)
         num_pages = rows.page_table.numel()
         caches = [random_cache(FORMS[kv_dtype], num_pages) for _ in range(LAYERS)]
@@ -132,10 +132,10 @@ def prefill_rows(bench: Bench, queue: CudaQueue) -> None:
     )
     every = torch.rand(1024, 7168, device="cuda").topk(TOP_K).indices
     selected = every.sort().values.int()
-    for kv_dtype, num_heads in (("nvfp4", 64), ("fp8", 64), ("nvfp4", 32)):
+    for kv_dtype, num_heads in (("nvfp4", 64), ("nvfp4", 32)):
         cache = random_cache(FORMS[kv_dtype], rows.page_table.numel())
         query = bf16(1024, num_heads, LATENT + ROPE) * 0.05
-        for heads, keys, warps in CHUNKS:
+        for heads, keys, warps in CHUNKS[num_heads]:
             case = f"latent_attention, {kv_dtype}, 1024 rows of {num_heads} heads, {heads} heads, "
             case += f"{keys} keys, {warps} warps"
             with bench.part(case):
