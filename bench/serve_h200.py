@@ -3,9 +3,9 @@
     python -m bench.serve_h200 [--parts pack,dummy] [--layers N] [--folder DIR] [--out FILE]
 
 pack: writes a dense + W2 pack of dummy weights into memory-backed storage, as many layers as that
-and a process beside it leave room for, and times `moet serve` from its start to a token, twice: the
-second finds compiled kernels. dummy: `moet serve MODEL --weights dummy` of every layer. Both stream
-to the SDK, alone and to several clients at once, and end by SIGTERM. Needs the openai package.
+and a process beside it leave room for, and times `moet serve` from its start to a token. dummy:
+`moet serve MODEL --weights dummy` of every layer. Both stream to the SDK, alone and to several
+clients at once, and end by SIGTERM. Needs the openai package.
 """
 
 from __future__ import annotations
@@ -280,8 +280,7 @@ def main() -> None:
                     "written in s": round(written_s, 1),
                 }
                 results[part] = entry
-                for name in ("first start", "second start"):
-                    entry[name] = started([str(folder), *flags], log, args.timeout)
+                entry["start"] = started([str(folder), *flags], log, args.timeout)
                 shutil.rmtree(folder)
         except Exception:
             results[f"{part} failed"] = traceback.format_exc(limit=-3)
