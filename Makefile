@@ -4,11 +4,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 MODEL ?= demo
 ARGS ?=
+# The demo models have good draft blocks: a processor makes their tokens nearly twice as fast.
+DRAFTS := $(if $(filter demo demo-glm,$(MODEL)),--spec-tokens 3)
 
 .PHONY: serve test lint format clean
 
 serve: .venv/installed
-	$(BIN)/moet serve $(MODEL) $(ARGS)
+	$(BIN)/moet serve $(MODEL) $(DRAFTS) $(ARGS)
 
 test: .venv/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
