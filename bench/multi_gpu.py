@@ -1,7 +1,7 @@
 """One command for figures of several GPUs: messages between them, and both models' steps on ranks.
 
     python -m bench.multi_gpu [--ranks 2] [--parts links,small,one,tensor,stages,glm,...]
-                              [--layers N] [--glm-layers N] [--steps N] [--out FILE] [--commit X]
+                              [--layers N] [--glm-layers N] [--steps N] [--no-prompts] [--out FILE] [--commit X]
 
 Starts one process a GPU; they join as the engine's ranks do, and connect through peer memory, host
 memory and NCCL. Parts: what sums and gathers of a decode step take each way, compared with the sum
@@ -49,7 +49,7 @@ from moet.runtime.device_runner import Placement
 from moet.runtime.device_start import this_gpu
 from moet.runtime.dummy import DummyModel, dummy_model, open_device, preset_config
 from moet.runtime.memory import plan
-from moet.runtime.parallel.device import LOADING_WAIT_S, connect
+from moet.runtime.parallel.device import connect
 from moet.runtime.parallel.group import LOOPBACK, Group, Place
 from moet.runtime.plan_types import PlanSettings
 from moet.runtime.queues import CudaGraphs, CudaQueue
@@ -102,7 +102,7 @@ class Suite:
 
 def v4(layers: int | None, *, two: bool) -> Suite:
     last = Case(rows=3, drafts=True, floor=1.9 if two else None, target=4.2 if two else None)
-    cases = (Case(), Case(rows=3), Case(streams=8), Case(streams=32), last)
+    cases = (Case(), Case(rows=3), last, Case(streams=8), Case(streams=32))
     return Suite(label="V4-Flash", model=V4, cases=cases, layers=layers)
 
 
@@ -133,6 +133,7 @@ class Bench:
     commit: str
     more: dict[str, object]
     group: Group
+    no_prompts: bool
     rows: list[Row] = field(default_factory=list)
     faults: dict[str, str] = field(default_factory=dict)
 
@@ -153,6 +154,7 @@ class Bench:
             self.rows.append(row)
             wanted = "" if target is None else f"target {target:g} "
             print(f"{case:<64} {value:>10.3f} {unit:<8} {wanted}{note}", flush=True)
+            self._save()
 
     def part(self, name: str, work: Callable[[], None]) -> None:
         """A part that may fail without the others, if it fails on every rank."""
@@ -167,11 +169,14 @@ class Bench:
         torch.cuda.empty_cache()
         if self.rank == 0:
             print(f"    {name}: {perf_counter() - began:.1f} s", flush=True)
-            hardware = f"{torch.cuda.device_count()}x {torch.cuda.get_device_name()}"
-            content = report(self.command, self.rows, hardware=hardware, more=self.more)
-            content["commit"] = self.commit or content["commit"]
-            content["faults"] = self.faults
-            write(self.out, content)
+            self._save()
+
+    def _save(self) -> None:
+        hardware = f"{torch.cuda.device_count()}x {torch.cuda.get_device_name()}"
+        content = report(self.command, self.rows, hardware=hardware, more=self.more)
+        content["commit"] = self.commit or content["commit"]
+        content["faults"] = self.faults
+        write(self.out, content)
 
     def _meet_after(self, name: str) -> None:
         """End the group unless all ranks have failed."""
@@ -277,12 +282,12 @@ def steps(
     label = f"{suite.label} {kind}{way}"
     held = torch.cuda.memory_allocated() / 2**30
     bench.add(f"weights of a rank, {label}", held, "GiB")
-    if group is not None and shard.num_stages == 1:
+    if suite.model == GLM and group is not None:
         capacity(bench, raw, device, shard, suite, label)
     rig = rig_of(made, device, suite, watch)
     for case in suite.cases:
         time_case(bench, rig, case, num_steps, label, targets=suite.layers is None)
-    if suite.prompt:
+    if suite.prompt and not bench.no_prompts:
         taken_s = rig.time_prompt(suite.prompt, 8192)
         note = f"{taken_s:.3f} s, the first time"
         taken_s = rig.time_prompt(suite.prompt, 8192)
@@ -365,7 +370,7 @@ def be_rank(args: argparse.Namespace) -> int:
     words = [w for w in sys.argv[1:] if not w.startswith(("--rank=", "--port="))]
     command = " ".join(["python -m bench.multi_gpu", *words])
     group = join(args, "tensor", ParallelConfig(tensor=args.ranks, hang_timeout_s=BEAT_S))
-    bench = Bench(args.rank, args.out, command, args.commit, more, group)
+    bench = Bench(args.rank, args.out, command, args.commit, more, group, args.no_prompts)
     parts = args.parts.split(",")
     if "links" in parts:
         bench.part("links", lambda: links(bench, group, device))
@@ -375,7 +380,7 @@ def be_rank(args: argparse.Namespace) -> int:
             bench.part("one rank", lambda: steps(bench, device, None, suite, args.steps))
         bench.part("waiting for one rank", lambda: group.meet("one rank's part"))
     if {"small", "tensor", "glm", "glm-bf16"} & set(parts):
-        connect(group, device).wait_at_most(LOADING_WAIT_S)
+        connect(group, device)
     suites: dict[str, Suite] = {
         "small": v4(SMALL_LAYERS, two=True),
         "tensor": v4(args.layers, two=True),
@@ -385,8 +390,13 @@ def be_rank(args: argparse.Namespace) -> int:
     for name, suite in suites.items():
         if name in parts:
             bench.part(name, partial(steps, bench, device, group, suite, args.steps))
+    for name in ("glm", "glm-bf16"):
+        if f"{name}-on-read" in parts:
+            connect(group, device, on_read=True)
+            work = partial(steps, bench, device, group, suites[name], args.steps, ", sums on read")
+            bench.part(f"{name}-on-read", work)
     if "on-read" in parts:  # sums of few rows are made by what passes streams on
-        connect(group, device, on_read=True).wait_at_most(LOADING_WAIT_S)
+        connect(group, device, on_read=True)
         suite = v4(args.layers, two=True)
         work = partial(steps, bench, device, group, suite, args.steps, ", sums on read")
         bench.part("on-read", work)
@@ -408,6 +418,7 @@ def main() -> int:
     made.add_argument("--layers", type=int, default=None)
     made.add_argument("--glm-layers", type=int, default=None)
     made.add_argument("--steps", type=int, default=30)
+    made.add_argument("--no-prompts", action="store_true", help="they take long to compile for")
     made.add_argument("--out", type=Path, default=RESULTS)
     made.add_argument("--commit", default="")
     made.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moet.kernels.comm import RankPart, added
 from moet.kernels.quant import Activations
 from moet.kernels.registry import GPU_ARCHS, op
 from moet.kernels.scalars import scalar
@@ -39,15 +40,16 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float) -> Tensor
 
 @op(tolerance=2**-7)
 def add_rms_norm(
-    x: Tensor, y: Tensor | None, weight: Tensor, *, eps: float
+    x: Tensor, y: Tensor | RankPart | None, weight: Tensor, *, eps: float
 ) -> tuple[Tensor, Activations]:
     """A sublayer's output joins the residual stream, which is then normed for the next sublayer.
 
-    x: [n, dim] fp32 or bf16; y: the same, or None if nothing joins. weight: [dim] fp32. Returns
+    x: [n, dim] fp32 or bf16; y: the same, maybe what ranks have parts of, or None if nothing
+    joins. weight: [dim] fp32. Returns
     x + y, rounded once, and its norm, both in the dtype of x; on a GPU steps of few rows have codes
     of the norm, too, if dim is a multiple of 128.
     """
-    total = x if y is None else x + y
+    total = x if y is None else x + added(y)
     return total, Activations(rms_norm.reference(total, weight, eps=eps))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from moet.config import KVDtype, ModelSettings, Rounding
 from moet.errors import ConfigError, UnsupportedError
 from moet.kernels.cache import PlainRows, PlanedFormat
-from moet.kernels.comm import added
+from moet.kernels.comm import RankPart, added
 from moet.kernels.device_gemm import Device, PackedMatrix
 from moet.kernels.gemm import Matrix, linear_fp32, streamed
 from moet.kernels.indexer import index_select
@@ -154,7 +154,7 @@ class Attention:
 
     def __call__(
         self, x: Activations, step: Step, selection: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor | RankPart, Tensor]:
         """x: [n, hidden], normalised. Returns the same and the selection that was used, [n, k].
 
         selection: that of the nearest owner below; None lets this layer's own indexer choose.
@@ -189,7 +189,7 @@ class Attention:
         mixed = self._attend(
             query, latents, selection, step.rows, scale=self.scale, latent_dim=self.latent_dim
         )
-        return self.o(self._values(mixed, self.w_uv).flatten(1)), selection
+        return self.o.on_read(self._values(mixed, self.w_uv).flatten(1)), selection
 
 
 def _absorbed(
@@ -232,7 +232,7 @@ class AddNorm:
         self.eps = config.rms_norm_eps
         self._op = add_rms_norm.bind(arch=weights.settings.arch)
 
-    def __call__(self, x: Tensor, y: Tensor | None) -> tuple[Tensor, Activations]:
+    def __call__(self, x: Tensor, y: Tensor | RankPart | None) -> tuple[Tensor, Activations]:
         """x: [n, hidden], the stream; y: what joins it. Returns the stream and its norm."""
         return self._op(x, y, self.weight, eps=self.eps)
 
@@ -269,11 +269,11 @@ class DecoderLayer:
     def __call__(
         self,
         x: Tensor,
-        y: Tensor | None,
+        y: Tensor | RankPart | None,
         step: Step,
         selection: Tensor | None,
         experts: ExpertProvider,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | RankPart, Tensor]:
         """x: [n, hidden], the residual stream, and y, what is still to join it, if anything.
 
         Returns both as they are behind the layer, and the selection that was used.
@@ -284,8 +284,7 @@ class DecoderLayer:
         if self.mlp is not None:
             return x, self.mlp(normed), selection
         assert self.moe is not None
-        made = self.moe(normed, step.token_ids, step.rows.positions, experts)
-        return x, added(made), selection
+        return x, self.moe(normed, step.token_ids, step.rows.positions, experts), selection
 
 
 def _mlp(weights: Weights, hidden: int, width: int) -> SwigluMlp:
@@ -314,6 +313,7 @@ def _moe(weights: Weights, config: GlmMoeDsaConfig, layer_idx: int) -> MoE:
         limit=None,
         weigh_output=True,
         settings=weights.settings,
+        on_read=True,
     )
 
 
@@ -504,13 +504,14 @@ class GlmMoeDsa:
         token_ids: [n] int64. logits_indices: as in ForwardInput; None: all rows.
         """
         step = Step(token_ids, rows, kv, self.frequencies)
-        x, y = self._enter(token_ids), None
+        x = self._enter(token_ids)
+        y: Tensor | RankPart | None = None
         selection: Tensor | None = None
         for layer in self.layers:
             inherited = None if layer.owns_indexer else selection
             x, y, selection = layer(x, y, step, inherited, experts)
         if self.norm is None:
-            x = x if y is None else x + y
+            x = x if y is None else x + added(y)
             self.shard.comm.send(x)
         else:
             x = self.norm(x, y)[1].plain()

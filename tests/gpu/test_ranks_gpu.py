@@ -40,11 +40,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def engine(folder: Path, *, drafts: int = 0, tensor: int = 1, pipeline: int = 1) -> Engine:
+def engine(
+    folder: Path, *, drafts: int = 0, tensor: int = 1, pipeline: int = 1, seqs: int = 1
+) -> Engine:
     return Engine(
         str(folder),
         target=TargetConfig(device="cuda", weights="dummy", dummy_skew=0.5),
-        scheduler=SchedulerConfig(max_num_seqs=2, max_model_len=2048, num_spec_tokens=drafts),
+        scheduler=SchedulerConfig(max_num_seqs=seqs, max_model_len=2048, num_spec_tokens=drafts),
         cache=CacheConfig(budget_bytes=256 << 20),
         tensor_parallel=tensor,
         pipeline_parallel=pipeline,
@@ -72,12 +74,13 @@ def test_two_tensor_ranks_with_drafts_and_without(folder: Path, alone: Answers) 
     with engine(folder, tensor=2) as made:
         plain = answers(made)
         assert answers(made) == plain  # the second time from the prefix cache
-    with engine(folder, tensor=2, drafts=2) as made:
-        assert answers(made) == plain
+    with engine(folder, tensor=2, drafts=2, seqs=2) as made:
+        beside = answers(made)
     for (_, mine), (_, whole) in zip(plain, alone, strict=True):
         assert abs(mine[0] - whole[0]) < 0.1  # rounded at other places, before the ranks' sum
     same = sum(mine[0][:4] == whole[0][:4] for mine, whole in zip(plain, alone, strict=True))
     assert same >= len(PROMPTS) - 1
+    assert [tokens for tokens, _ in beside] == [tokens for tokens, _ in plain]
 
 
 def test_two_stages_give_the_bits_of_one_and_end_with_a_rank(folder: Path, alone: Answers) -> None:

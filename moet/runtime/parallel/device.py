@@ -245,6 +245,7 @@ def _peers(group: Group, device: Device, ways: Sequence[Way]) -> PeerLinks | Non
         fault, links = "", None
         try:
             window = _window(way, group, exchange)
+            group.keep(window)
             links = _links(group, device, window)
             fault = _probe_peers(group, links)
         except KernelError as error:

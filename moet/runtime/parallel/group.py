@@ -99,6 +99,7 @@ class Group:
         )  # which rank's process has ended, if known
         self._store = store
         self._num_connected = 0
+        self._kept: list[object] = []
         self._device = _gloo_device(place)
         self.world = self._gloo("world", place.rank, config.num_ranks)
         self.verdicts = self._gloo("verdicts", place.rank, config.num_ranks)
@@ -313,6 +314,10 @@ class Group:
         options = BroadcastOptions()
         options.rootRank = 0
         self.wait(self.world.broadcast([x], options), what)
+
+    def keep(self, thing: object) -> None:
+        """Hold on to what ranks may still write to, as long as there is a group."""
+        self._kept.append(thing)
 
     def exchange(self, data: bytes, what: str) -> list[bytes]:
         """Up to 255 bytes of every tensor rank of the stage, in rank order."""
