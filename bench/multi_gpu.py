@@ -1,7 +1,8 @@
 """One command for figures of several GPUs: messages between them, and both models' steps on ranks.
 
     python -m bench.multi_gpu [--ranks 2] [--parts links,small,one,tensor,stages,glm,...]
-                              [--layers N] [--glm-layers N] [--steps N] [--no-prompts] [--out FILE] [--commit X]
+                              [--layers N] [--glm-layers N] [--steps N] [--no-prompts]
+                              [--out FILE] [--commit X]
 
 Starts one process a GPU; they join as the engine's ranks do, and connect through peer memory, host
 memory and NCCL. Parts: what sums and gathers of a decode step take each way, compared with the sum
