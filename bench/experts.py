@@ -39,7 +39,7 @@ from bench.experts_rig import (
 )
 from bench.gpu_model import PAGE, kernels_of, state
 from moet.kernels.device_gemm import Device
-from moet.kernels.expert_cache_device import fetch_on_device, resolve_on_device
+from moet.kernels.expert_cache_device import bring_on_device, fetch_on_device, resolve_on_device
 from moet.models.base import ResidentProvider
 from moet.runtime.dummy import open_device
 from moet.runtime.experts.disk import RowFile
@@ -220,6 +220,19 @@ def launches(bench: Bench) -> Results:
             experts.tables,
             ids,
             cache.wanted,
+            first_row=0,
+            num_experts=num_experts,
+            error=cache.error,
+        )
+    )
+    found["resolve and fetch in one launch, hits alone, us"] = repeated(
+        lambda: bring_on_device(
+            cache.launcher,
+            cache.pool,
+            experts.tables,
+            cache.host,
+            cache.wanted,
+            ids,
             first_row=0,
             num_experts=num_experts,
             error=cache.error,

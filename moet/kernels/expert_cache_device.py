@@ -22,7 +22,7 @@ MAX_EXPERTS = 1024  # of a layer, in the kernel: one thread each
 RESOLVE_THREADS = 1024
 FETCH_THREADS = 256
 FETCH_CTAS = 16  # saturate a PCIe 5 link (8 reach four fifths of it) and leave most SMs to others
-PIECE_BYTES = 16384  # of a row, that a CTA copies at a time
+RESOLVE_SHARED_BYTES, FETCH_SHARED_BYTES = 4 * (4 * RESOLVE_THREADS + 3), 4 * 2 * MAX_EXPERTS
 ERROR_CAPACITY, ERROR_TIMEOUT, ERROR_READ = 1 << 8, 1 << 9, 1 << 10  # bits of the error word
 
 
@@ -52,28 +52,41 @@ class FetchArgs(ctypes.Structure):
     ]
 
 
+class BringArgs(ctypes.Structure):
+    """As csrc/expert_cache.cu has it."""
+
+    _fields_: ClassVar = [
+        ("resolve", ResolveArgs),
+        ("fetch", FetchArgs),
+        ("ready", ctypes.c_void_p),
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class FetchList:
     """A fetch list on the device, for layers of at most so many experts, and what was counted.
 
     rows, slots: [num_experts] int32. count: [1] int32. num_posted: [1] int32, rows that were ever
-    listed. counters: [num_layers, 3] int64, hits, misses and nanoseconds of copying so far.
+    listed. ready: [2] int32, of `bring_on_device`. counters: [num_layers, 3] int64, hits, misses
+    and nanoseconds of copying so far.
     """
 
     rows: Tensor
     slots: Tensor
     count: Tensor
     num_posted: Tensor
+    ready: Tensor
     counters: Tensor
 
     @classmethod
     def on(cls, device: torch.device | str, num_experts: int, num_layers: int) -> FetchList:
         """An empty one."""
         with torch.inference_mode(False):  # to stay writable outside of a forward pass
-            numbers = torch.zeros(2 * num_experts + 2, dtype=torch.int32, device=device)
+            numbers = torch.zeros(2 * num_experts + 4, dtype=torch.int32, device=device)
             counters = torch.zeros(num_layers, 3, dtype=torch.int64, device=device)
-        rows, slots, count, posted = numbers.split_with_sizes([num_experts, num_experts, 1, 1])
-        return cls(rows, slots, count, posted, counters)
+        sizes = [num_experts, num_experts, 1, 1, 2]
+        rows, slots, count, posted, ready = numbers.split_with_sizes(sizes)
+        return cls(rows, slots, count, posted, ready, counters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,23 +131,35 @@ def resolve_on_device(
     number becomes the slot of the expert that the second one names in its lower 16 bits. Raises
     ValueError for more experts than the kernel holds.
     """
+    launcher.launch(
+        "resolve_experts",
+        grid=1,
+        threads=RESOLVE_THREADS,
+        shared_bytes=RESOLVE_SHARED_BYTES,
+        args=_resolve_args(tables, expert_ids, out, first_row, num_experts, error, requests, lists),
+    )
+
+
+def _resolve_args(
+    tables: CacheTables,
+    expert_ids: Tensor,
+    out: FetchList,
+    first_row: int,
+    num_experts: int,
+    error: Tensor,
+    requests: Tensor | None,
+    lists: Sequence[tuple[Tensor, Tensor]],
+) -> ResolveArgs:
     if num_experts > MAX_EXPERTS:
         raise ValueError(f"{num_experts} experts in a layer; resolve_experts holds {MAX_EXPERTS}")
     counters = out.counters[first_row // num_experts]
-    args = ResolveArgs(
+    return ResolveArgs(
         *(t.data_ptr() for t in (expert_ids, tables.slot_of, tables.row_of, tables.uses)),
         *(t.data_ptr() for t in (tables.hand, out.rows, out.slots, out.count, counters)),
         *(error.data_ptr(), out.num_posted.data_ptr(), pointer(requests)),
         *(_pointers([entries for entries, _ in lists]), _pointers([count for _, count in lists])),
         *(expert_ids.numel(), num_experts, first_row, len(tables.row_of)),
         0 if requests is None else len(requests) - 1,
-    )
-    launcher.launch(
-        "resolve_experts",
-        grid=1,
-        threads=RESOLVE_THREADS,
-        shared_bytes=4 * (4 * RESOLVE_THREADS + 3),
-        args=args,
     )
 
 
@@ -159,19 +184,61 @@ def fetch_on_device(
     row_bytes must be a multiple of 16. layer: the place in the counters. Rows on disk are waited
     for; where they do not come, ERROR_TIMEOUT or ERROR_READ is set and they lose their slots again.
     """
-    args = FetchArgs(
+    launcher.launch(
+        "fetch_experts",
+        grid=num_ctas,
+        threads=FETCH_THREADS,
+        shared_bytes=FETCH_SHARED_BYTES,
+        args=_fetch_args(pool, tables, host, wanted, layer, error, timeout_s),
+    )
+
+
+def _fetch_args(
+    pool: Tensor,
+    tables: CacheTables,
+    host: HostRows,
+    wanted: FetchList,
+    layer: int,
+    error: Tensor,
+    timeout_s: float,
+) -> FetchArgs:
+    return FetchArgs(
         *(t.data_ptr() for t in (pool, host.chunks, host.place_of)),
         *(t.data_ptr() for t in (wanted.rows, wanted.slots, wanted.count)),
         *(t.data_ptr() for t in (tables.slot_of, tables.row_of, wanted.counters[layer])),
         *(host.ctas_done.data_ptr(), error.data_ptr(), pool.shape[1], int(timeout_s * 1e9)),
         *(host.rows_per_chunk, int(host.requests is not None)),
     )
+
+
+def bring_on_device(
+    launcher: Launcher,
+    pool: Tensor,
+    tables: CacheTables,
+    host: HostRows,
+    wanted: FetchList,
+    expert_ids: Tensor,
+    *,
+    first_row: int,
+    num_experts: int,
+    error: Tensor,
+    lists: Sequence[tuple[Tensor, Tensor]] = (),
+    num_ctas: int = FETCH_CTAS,
+    timeout_s: float = 2.0,
+) -> None:
+    """resolve_on_device and then fetch_on_device in one launch, whose CTAs wait for each other."""
     launcher.launch(
-        "fetch_experts",
+        "bring_experts",
         grid=num_ctas,
-        threads=FETCH_THREADS,
-        shared_bytes=4 * 2 * MAX_EXPERTS,
-        args=args,
+        threads=RESOLVE_THREADS,
+        shared_bytes=RESOLVE_SHARED_BYTES,
+        args=BringArgs(
+            _resolve_args(
+                tables, expert_ids, wanted, first_row, num_experts, error, host.requests, lists
+            ),
+            _fetch_args(pool, tables, host, wanted, first_row // num_experts, error, timeout_s),
+            wanted.ready.data_ptr(),
+        ),
     )
 
 
@@ -204,6 +271,23 @@ class DeviceCache:
 
         lists: what the experts are read by, next; so nothing could go on meanwhile.
         """
+        layer = first_row // num_experts
+        if lists:
+            bring_on_device(
+                self.launcher,
+                self.pool,
+                self.tables,
+                self.host,
+                self.wanted,
+                expert_ids,
+                first_row=first_row,
+                num_experts=num_experts,
+                error=self.error,
+                lists=lists,
+                num_ctas=self.num_ctas,
+                timeout_s=self.timeout_s,
+            )
+            return
         resolve_on_device(
             self.launcher,
             self.tables,
@@ -213,10 +297,8 @@ class DeviceCache:
             num_experts=num_experts,
             error=self.error,
             requests=self.host.requests,
-            lists=lists,
         )
-        layer = first_row // num_experts
-        if self.side is None or lists:
+        if self.side is None:
             self._fetch(layer)
             return
         self.side.wait_stream(torch.cuda.current_stream(self.pool.device))

@@ -95,7 +95,7 @@ DEVICE void fill_lists(const ResolveArgs& p, const int64_t* slot_of) {
 
 // One CTA, a thread an expert and then a thread a slot: the hand goes over up to 1,024 slots at once
 // and stops where it would have stopped slot by slot.
-KERNEL(RESOLVE_THREADS, 1) resolve_experts(GRID_CONSTANT ResolveArgs p) {
+DEVICE void resolve(const ResolveArgs& p) {
   int* wanted = reinterpret_cast<int*>(dynamic_shared());
   int* sums = wanted + RESOLVE_THREADS;
   int* other = sums + RESOLVE_THREADS;
@@ -106,8 +106,6 @@ KERNEL(RESOLVE_THREADS, 1) resolve_experts(GRID_CONSTANT ResolveArgs p) {
   wanted[t] = 0;
   if (t < 2) totals[t] = 0;
   sync_threads();
-  wait_for_previous_kernel();
-  let_next_kernel_start();
   for (int i = t; i < p.pairs; i += RESOLVE_THREADS) {
     int64_t id = p.expert_ids[i];
     if (id >= 0 && id < p.experts) wanted[id] = 1;
@@ -192,10 +190,15 @@ KERNEL(RESOLVE_THREADS, 1) resolve_experts(GRID_CONSTANT ResolveArgs p) {
     if (found < needed) atomic_or(p.error, ERROR_CAPACITY);
   }
 }
+KERNEL(RESOLVE_THREADS, 1) resolve_experts(GRID_CONSTANT ResolveArgs p) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  resolve(p);
+}
 LAUNCHABLE(resolve_experts, ResolveArgs, RESOLVE_THREADS)
 
 constexpr int FETCH_THREADS = 256;
-constexpr int PIECE_BYTES = 16384;
+constexpr int LOADS = 4;  // of 16 bytes that a thread has under way
 constexpr int MAX_FETCH = 1024;
 
 struct FetchArgs {
@@ -227,45 +230,45 @@ DEVICE int wait_for_row(const FetchArgs& p, int row, int64_t until) {
   }
 }
 
-template <bool FRESH>
+template <int THREADS, bool FRESH>
 DEVICE void copy_piece(const FetchArgs& p, int entry, int place, int piece) {
-  int64_t first = int64_t(piece) * PIECE_BYTES, left = p.row_bytes - first;
-  int count = static_cast<int>(left < PIECE_BYTES ? left : PIECE_BYTES) / 16;
+  constexpr int BYTES = THREADS * LOADS * 16;
+  int64_t first = int64_t(piece) * BYTES, left = p.row_bytes - first;
+  int count = static_cast<int>(left < BYTES ? left : BYTES) / 16;
   const uint8_t* chunk = reinterpret_cast<const uint8_t*>(p.chunks[place / p.rows_per_chunk]);
   const uint8_t* row = chunk + place % p.rows_per_chunk * p.row_bytes;
   const uint4* from = reinterpret_cast<const uint4*>(row + first);
   uint4* to = reinterpret_cast<uint4*>(p.pool + p.fetch_slots[entry] * p.row_bytes + first);
-  uint4 v[PIECE_BYTES / 16 / FETCH_THREADS];
+  uint4 v[LOADS];
 #pragma unroll
-  for (int i = 0; i < PIECE_BYTES / 16 / FETCH_THREADS; i++) {
-    int at = threadIdx.x + i * FETCH_THREADS;
+  for (int i = 0; i < LOADS; i++) {
+    int at = threadIdx.x + i * THREADS;
     if (at < count) v[i] = FRESH ? load_fresh(from + at) : load_streaming(from + at);
   }
 #pragma unroll
-  for (int i = 0; i < PIECE_BYTES / 16 / FETCH_THREADS; i++) {
-    int at = threadIdx.x + i * FETCH_THREADS;
+  for (int i = 0; i < LOADS; i++) {
+    int at = threadIdx.x + i * THREADS;
     if (at < count) to[at] = v[i];
   }
 }
 
 // Pieces of all rows that are in host memory go round the CTAs, then those of rows that come from disk.
-KERNEL(FETCH_THREADS, 2) fetch_experts(GRID_CONSTANT FetchArgs p) {
-  wait_for_previous_kernel();
-  let_next_kernel_start();
+template <int THREADS>
+DEVICE void fetch(const FetchArgs& p) {
   int* places = reinterpret_cast<int*>(dynamic_shared());
   int* late = places + MAX_FETCH;
   int n = *p.num_fetch;
   if (n == 0) return;
   int64_t begin = now_ns();
-  for (int i = threadIdx.x; i < n; i += FETCH_THREADS) {
+  for (int i = threadIdx.x; i < n; i += THREADS) {
     places[i] = load_acquire_system(p.place_of + p.fetch_rows[i]);
     late[i] = places[i] < 0;
   }
   sync_threads();
-  int pieces = static_cast<int>((p.row_bytes + PIECE_BYTES - 1) / PIECE_BYTES);
+  int pieces = static_cast<int>((p.row_bytes + THREADS * LOADS * 16 - 1) / (THREADS * LOADS * 16));
   for (int item = blockIdx.x; item < n * pieces; item += gridDim.x)
     if (!late[item / pieces])
-      copy_piece<false>(p, item / pieces, places[item / pieces], item % pieces);
+      copy_piece<THREADS, false>(p, item / pieces, places[item / pieces], item % pieces);
   int64_t until = begin + p.timeout_ns;
   for (int entry = 0; entry < n; entry++) {
     if (!late[entry]) continue;
@@ -282,7 +285,7 @@ KERNEL(FETCH_THREADS, 2) fetch_experts(GRID_CONSTANT FetchArgs p) {
     // The same pieces as above, as CTAs may differ in which rows they find late.
     for (int piece = 0; piece < pieces; piece++)
       if ((entry * pieces + piece) % gridDim.x == blockIdx.x)
-        copy_piece<true>(p, entry, place, piece);
+        copy_piece<THREADS, true>(p, entry, place, piece);
   }
   sync_threads();
   if (threadIdx.x == 0) {
@@ -293,4 +296,37 @@ KERNEL(FETCH_THREADS, 2) fetch_experts(GRID_CONSTANT FetchArgs p) {
     }
   }
 }
+KERNEL(FETCH_THREADS, 2) fetch_experts(GRID_CONSTANT FetchArgs p) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  fetch<FETCH_THREADS>(p);
+}
 LAUNCHABLE(fetch_experts, FetchArgs, FETCH_THREADS)
+
+struct BringArgs {
+  ResolveArgs resolve;
+  FetchArgs fetch;
+  int* ready;  // whether the list is made, and CTAs that are through; zeros between launches
+};
+
+// Both in one launch: the first CTA finds slots while the others wait for its list. They are few
+// enough to be on the chip together.
+KERNEL(RESOLVE_THREADS, 1) bring_experts(GRID_CONSTANT BringArgs p) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  bool first = blockIdx.x == 0, tells = threadIdx.x == 0;
+  if (first) resolve(p.resolve);
+  sync_threads();
+  if (first && tells) {
+    fence_device();
+    store_release_system(p.ready, 1);
+  }
+  if (!first && tells)
+    while (load_acquire_system(p.ready) == 0) continue;
+  sync_threads();
+  fetch<RESOLVE_THREADS>(p.fetch);
+  sync_threads();
+  if (tells && atomic_add(reinterpret_cast<uint32_t*>(p.ready) + 1, 1) == gridDim.x - 1)
+    p.ready[0] = p.ready[1] = 0;
+}
+LAUNCHABLE(bring_experts, BringArgs, RESOLVE_THREADS)
