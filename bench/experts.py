@@ -38,6 +38,7 @@ from bench.experts_rig import (
     link_rate,
 )
 from bench.gpu_model import PAGE, kernels_of, state
+from moet.errors import ConfigError
 from moet.kernels.device_gemm import Device
 from moet.kernels.expert_cache_device import bring_on_device, fetch_on_device, resolve_on_device
 from moet.models.base import ResidentProvider
@@ -84,10 +85,27 @@ def open_bench(bench: Bench) -> Results:
     begin = perf_counter()
     bench.rig = Rig(bench.device, bench.layers)
     built_s = perf_counter() - begin
-    arena, found = bench.rig.to_host()
+    try:
+        arena, found = bench.rig.to_host()
+    except ConfigError as error:  # fewer layers, then, as far as memory can be pinned
+        if bench.layers <= 8:
+            raise
+        print(error, flush=True)
+        del bench.rig
+        gc.collect()
+        torch.cuda.empty_cache()
+        bench.layers = bench.layers * 2 // 3
+        bench.disk_layers = min(bench.disk_layers, bench.layers)
+        bench.fp4_layers = bench.fp4_layers * 2 // 3
+        return open_bench(bench)
     bench.host, bench.link = HostSide(arena=arena), link_rate(arena)
     bench.resident = {n: CapturedStep(bench.rig, bench.rig.resident, n) for n in (1, 3)}
-    return {**found, "built s": round(built_s, 1), "link GB/s": round(bench.link / 1e9, 2)}
+    return {
+        **found,
+        "layers": bench.layers,
+        "built s": round(built_s, 1),
+        "link GB/s": round(bench.link / 1e9, 2),
+    }
 
 
 # Decoding
@@ -565,7 +583,6 @@ def main() -> None:
         "commit": args.commit,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "seed": SEED,
-        "layers": args.layers,
     }
     bench = Bench(device, args.layers, args.fp4_layers, args.disk_layers, args.folder)
     out = args.out or Path(os.environ.get("OUT", ".")) / "experts.json"
