@@ -273,8 +273,8 @@ class Loop:
         return lambda events: any(e.request_id == name and e.finish_reason for e in events)
 
 
-def engine_rows(bench: Bench, made: DummyModel, device: Device, *, beside: bool) -> None:
-    """The engine's loop: alone, with drafts, and beside a long prompt."""
+def engine_rows(bench: Bench, made: DummyModel, device: Device, *, beside: int) -> None:
+    """The engine's loop: alone, with drafts, and beside a prompt of so many tokens."""
     alone_ms = 0.0
     for num_drafts in (NUM_DRAFTS, 0):
         case = f"engine loop, 1 stream, {num_drafts} drafts"
@@ -302,17 +302,17 @@ def engine_rows(bench: Bench, made: DummyModel, device: Device, *, beside: bool)
     with bench.part("a decoding user beside a long prompt"):
         loop.submit("user", CONTEXT, 60_000)
         loop.token_times("user", lambda events: len(events) > 0)
-        loop.submit("long", BESIDE_TOKENS, 1)
+        loop.submit("long", beside, 1)
         began_s = perf_counter()
         times = loop.token_times("user", loop.ended("long"))
         taken_s = perf_counter() - began_s
         between = sorted(1e3 * (b - a) for a, b in pairwise(times))
         share = alone_ms / mean(between)
-        case = f"user beside a prompt of {BESIDE_TOKENS} tokens"
+        case = f"user beside a prompt of {beside} tokens"
         bench.add(f"{case}, share of the rate alone", share, "x", better="higher", target=0.6)
         p99 = between[int(0.99 * (len(between) - 1))]
         bench.add(f"{case}, p99 between tokens", p99, "ms", target=100)
-        rate = BESIDE_TOKENS / taken_s
+        rate = beside / taken_s
         bench.add(f"{case}, prompt", rate, "tokens/s", better="higher", target=4000)
         loop.core.abort("user")
 
@@ -327,6 +327,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--parts", type=lambda text: text.split(","), help=", ".join(PARTS))
     parser.add_argument("--layers", type=int, help="take the first ones only")
     parser.add_argument("--steps", type=int, default=40, help="timed steps of each row")
+    parser.add_argument("--beside", type=int, default=BESIDE_TOKENS, help="of the long prompt")
     parser.add_argument("--eager", action="store_true", help="capture no graphs, to find faults")
     parser.add_argument("--experts", choices=FORMS, help="how up to 8 rows run")
     parser.add_argument("--commit", default="", help="what to call the sources that are measured")
@@ -373,7 +374,7 @@ def main() -> None:
         rig_rows(bench, made, device, recorder, args)
     gc.collect()
     if {"engine", "beside"} & set(args.parts):
-        engine_rows(bench, made, device, beside="beside" in args.parts)
+        engine_rows(bench, made, device, beside=args.beside if "beside" in args.parts else 0)
     bench.add("all of this", perf_counter() - began_s, "s")
     bench.write()
     print(f"faults: {bench.faults}" if bench.faults else "no faults", flush=True)
