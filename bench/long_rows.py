@@ -15,6 +15,7 @@ import json
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,7 +27,7 @@ from bench.kernels.prefill import EXPERTS, TOP_K, routed
 from bench.kernels.rig import DEVICE, Bench, random_pool
 from bench.ops import milliseconds
 from moet.config import ModelSettings
-from moet.kernels import prefill_gemm
+from moet.kernels import device_attention, prefill_gemm
 from moet.kernels.device_gemm import Device
 from moet.kernels.layout import W2Rows
 from moet.kernels.stream_gemm import StreamLinear
@@ -35,27 +36,27 @@ from moet.models.deepseek_v4 import DeepseekV4
 from moet.models.dummy import DummyOptions
 from moet.runtime.dummy import dummy_model, open_device, preset_config
 
-FORMS = (1, 2)  # CTAs that share tokens
+FORMS = (False, True)  # whether warpgroups take turns
 OPS = ("attention", "index", "query_heads", "hc_", "inputs")
 DENSE = ((8192, 1536, 4096), (8192, 32768, 1024), (8192, 4096, 8192), (1024, 4096, 8192))
 
 
-def together(form: int, call: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """A product with `form` CTAs that share tokens."""
-    prefill_gemm.TOGETHER = form
+def with_turns(form: bool, call: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """A product whose warpgroups multiply in turn, or as it happens."""
+    prefill_gemm.TAKE_TURNS = form
     return call()
 
 
 def compare(bench: Bench, name: str, flops: float, call: Callable[[], torch.Tensor]) -> None:
     """The forms of one product: the same bits, and how fast each is."""
-    alone = together(1, call).clone()
-    shared = together(2, call)
-    same = torch.equal(alone, shared) and torch.equal(shared, together(2, call))
-    bench.add(f"{name}, pairs have the same bits", float(same), "", "higher", None, 1.0)
+    free = with_turns(False, call).clone()
+    ordered = with_turns(True, call)
+    same = torch.equal(free, ordered) and torch.equal(ordered, with_turns(True, call))
+    bench.add(f"{name}, turns have the same bits", float(same), "", "higher", None, 1.0)
     for form in FORMS:
-        prefill_gemm.TOGETHER = form
+        prefill_gemm.TAKE_TURNS = form
         us = bench.time_us([call] * 2)
-        bench.computed(f"{name}, {form} together", "", us, flops, 0.0)
+        bench.computed(f"{name}, turns {form}", "", us, flops, 0.0)
 
 
 def dense(bench: Bench, t: int, n: int, k: int) -> None:
@@ -87,12 +88,53 @@ def experts(bench: Bench, tokens: int) -> None:
     compare(bench, f"w2 layer {tokens} tokens", flops, call)
 
 
+def plan(bench: Bench, tokens: int) -> None:
+    """The work list of a layer's experts: one launch against torch's operations."""
+    ids, slot_of = routed(tokens, 0.5), torch.arange(EXPERTS, device=DEVICE)
+    made = prefill_gemm.plan_chunk(bench.kernels, ids, slot_of, 128)
+    wanted = prefill_gemm.plan_rows(ids, slot_of, 128)
+    count = int(wanted.num_entries)
+    same = int(made.num_entries) == count and torch.equal(made.pairs, wanted.pairs)
+    same = same and torch.equal(made.entries[:count], wanted.entries[:count])
+    bench.add(f"plan of {tokens} tokens is the same", float(same), "", "higher", None, 1.0)
+    calls = {
+        "plan in one launch": partial(prefill_gemm.plan_chunk, bench.kernels, ids, slot_of, 128),
+        "plan in torch": partial(prefill_gemm.plan_rows, ids, slot_of, 128),
+    }
+    for name, call in calls.items():
+        us = bench.time_us([call] * 2)
+        bench.add(f"{name}, {tokens} tokens", us, "us", "lower", None, 0.0)
+
+
+def attention(bench: Bench, rows: int, context: int) -> None:
+    """The chunk attention kernel with and without turns."""
+    from tests.kernels.accelerated.released import Released
+
+    step = Released(rows, context, DEVICE, chunk=True)
+    for name, call in step.ops().items():
+        if not (name.startswith("attention") and name.endswith("_cuda")):
+            continue
+        made = []
+        for form in FORMS:
+            device_attention.TAKE_TURNS = form
+            made.append(call())
+            us = bench.time_us([call] * 2)
+            bench.add(f"{name}, {rows} rows, turns {form}", us, "us", "lower", None, 0.0)
+        assert isinstance(made[0], torch.Tensor)
+        assert isinstance(made[1], torch.Tensor)
+        same = torch.equal(made[0], made[1])
+        bench.add(f"{name}, turns have the same bits", float(same), "", "higher", None, 1.0)
+
+
 def products(device: Device) -> Any:
     bench = Bench(device.launcher, device.error)  # type: ignore[arg-type]
     for shape in DENSE:
         bench.attempt(dense, *shape)
     for tokens in (8192, 1024):
+        bench.attempt(plan, tokens)
         bench.attempt(experts, tokens)
+    bench.attempt(attention, 8192, 8192)
+    bench.attempt(attention, 1024, 102400)
     return {"rows": bench.rows, "failures": bench.failures, "error": int(device.error)}
 
 
@@ -166,8 +208,8 @@ def model(device: Device, num_layers: int | None) -> Any:
     for attends in (False, True):
         prompts = Prompts(replace(device, chunk_attention=attends), num_layers)
         for form in FORMS:
-            prefill_gemm.TOGETHER = form
-            name = f"chunk attention {attends}, {form} together"
+            prefill_gemm.TAKE_TURNS = device_attention.TAKE_TURNS = form
+            name = f"chunk attention {attends}, turns {form}"
             try:
                 for size in (8192, 2048, 1024, 512):
                     logits = prompts.run(8192, size)

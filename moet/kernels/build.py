@@ -106,7 +106,7 @@ def threads_and_ctas(name: str) -> dict[str, tuple[int, int]]:
         found[kernel] = (int(constants.get(threads, threads)), int(ctas))
     for kernel, ctas in re.findall(r"^STREAM\((\w+), .*, (\d+)\)$", text, re.MULTILINE):
         found[kernel] = (int(constants["THREADS"]), int(ctas))
-    for kernel in re.findall(r"^(?:PREFILL|PAIRED)\((\w+), .*\)$", text, re.MULTILINE):
+    for kernel in re.findall(r"^PREFILL\((\w+), .*\)$", text, re.MULTILINE):
         found[kernel] = (int(constants["PREFILL_THREADS"]), 1)
     return found
 

@@ -18,6 +18,7 @@ from moet.kernels.stream_gemm import Launcher, pointer
 HEADS, WIDTH, ROPE = 64, 512, 64
 THREADS = 384
 LOG2E = 1.4426950408889634
+TAKE_TURNS = False  # whether one warpgroup at a time multiplies queries and keys
 MAX_CHOSEN = 512  # entries of a row, which wait in shared memory
 SHARED_BYTES = 1024 + 3 * 64 * 2 * WIDTH + 4 * MAX_CHOSEN  # barriers, queries, two tiles of keys
 
@@ -33,7 +34,7 @@ class AttendArgs(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("table_stride", "ring_bytes", "page_bytes")),
         ("scale", ctypes.c_float),
         *((name, ctypes.c_int) for name in ("rows", "chunk_entries", "reach", "ring", "ratio")),
-        *((name, ctypes.c_int) for name in ("per_page", "top_k")),
+        *((name, ctypes.c_int) for name in ("per_page", "top_k", "turns")),
     ]
 
 
@@ -94,6 +95,7 @@ def attend_chunk(
         ratio=max(1, ratio),
         per_page=1 if entries is None else entries.form.entries_per_page,
         top_k=0 if selected is None else selected.shape[1],
+        turns=TAKE_TURNS,
     )
     launcher.launch(
         "attend_chunk",

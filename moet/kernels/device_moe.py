@@ -84,7 +84,7 @@ def moe(
     if x.num_rows > device_gemm.STREAM_ROWS:
         dense = _shared(x, shared, device, limit)
         table.join()
-        mixture = prefill_gemm.mixture(
+        return prefill_gemm.mixture(
             device.launcher,
             pool,
             x.plain(),
@@ -95,8 +95,8 @@ def moe(
             error=device.error,
             weigh_output=weigh_output,
             shared=dense,
+            dtype=torch.bfloat16,
         )
-        return mixture.to(torch.bfloat16)
     codes, scale = x.codes, x.scale
     if codes is None or scale is None:
         codes, scale = stream_experts.quantise(device.launcher, x.plain())

@@ -27,9 +27,9 @@ from moet.kernels.stream_gemm import (
 
 LARGE_SHARED_BYTES = 200_000  # from which on a CTA has room for 128 tokens
 THREADS = 384
-# CTAs that share the tokens they read, where kernels for it exist: 1 or 2, with the same bits.
-TOGETHER = 1
-PAIRED = {("w2", "swiglu"), ("w2", "bf16"), ("fp8", "swiglu"), ("fp8", "bf16")}
+# Whether a CTA's two warpgroups multiply in turn; a row's bits are the same.
+TAKE_TURNS = False
+TURNS_BIT = 2  # of StreamArgs.early
 # Stages of tokens and places of weights, as `csrc/prefill_gemm.cu` lists them: large, small device.
 DEPTHS: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
     "w2_swiglu": ((4, 6), (2, 3)),
@@ -106,6 +106,43 @@ def plan_rows(expert_ids: Tensor, slot_of: Tensor, rows: int) -> Work:
     return Work(entries.to(as_int).contiguous(), ends[-1:].to(as_int), pairs.to(as_int))
 
 
+class ChunkPlanArgs(ctypes.Structure):
+    _fields_: ClassVar = [
+        *((name, ctypes.c_void_p) for name in ("expert_ids", "slot_of", "entries")),
+        *((name, ctypes.c_void_p) for name in ("num_entries", "places")),
+        *((name, ctypes.c_int32) for name in ("pairs", "experts", "rows", "each")),
+    ]
+
+
+def plan_chunk(launcher: Launcher, expert_ids: Tensor, slot_of: Tensor, rows: int) -> Work:
+    """plan_rows in one launch where a CTA has room for the ids of all pairs; same parameters."""
+    num_pairs, experts, device = expert_ids.numel(), slot_of.shape[0], expert_ids.device
+    each = max(2, -(-num_pairs // 1024))
+    each += (2 - each) % 4  # an odd number of words apart: no two threads of a warp in a bank
+    shared_bytes = 4 * (1024 + 4 + 2 * 1024) + 2 * num_pairs
+    if num_pairs == 0 or experts > 1024 or shared_bytes > launcher.max_shared_bytes:
+        return plan_rows(expert_ids, slot_of, rows)
+    room = experts + num_pairs // rows
+    work = Work(
+        torch.empty(room, 4, dtype=torch.int32, device=device),
+        torch.empty(1, dtype=torch.int32, device=device),
+        torch.empty(num_pairs, dtype=torch.int32, device=device),
+    )
+    args = ChunkPlanArgs(
+        expert_ids.contiguous().data_ptr(),
+        slot_of.data_ptr(),
+        work.entries.data_ptr(),
+        work.num_entries.data_ptr(),
+        work.pairs.data_ptr(),
+        num_pairs,
+        experts,
+        rows,
+        each,
+    )
+    launcher.launch("plan_chunk", grid=experts, threads=1024, shared_bytes=shared_bytes, args=args)
+    return work
+
+
 def make_tiles(
     launcher: Launcher, x: Tensor, *, work: Work | None = None, top_k: int = 1, fp8: bool = True
 ) -> Tiles:
@@ -165,12 +202,10 @@ def _run(
     args.x, args.k = tiles.data.data_ptr(), tiles.k
     args.first_half_stages = half
     waiting = 2 if args.segments > 1 or args.slices > 1 else 1
-    paired = TOGETHER == 2 and (codec, name) in PAIRED and tile_rows(launcher) == 128
-    kind, width = ("paired", 2) if paired else ("prefill", 1)
-    bundles = tiles.data.shape[0] * -(-args.tiles // width)
+    args.early = TURNS_BIT if TAKE_TURNS else 0
     launcher.launch(
-        f"{kind}_{codec}_{name}",
-        grid=width * max(1, min(bundles, launcher.num_sms // width)),
+        f"prefill_{codec}_{name}",
+        grid=max(1, min(tiles.data.shape[0] * args.tiles, launcher.num_sms)),
         threads=THREADS,
         shared_bytes=_shared_bytes(
             codec, name, tile_rows(launcher), waiting, launcher.max_shared_bytes
@@ -285,15 +320,16 @@ def mixture(
     error: Tensor,
     weigh_output: bool = False,
     shared: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """`ExpertPool.mixture` for a prefill chunk: the same bits, weights read once per tile."""
     top_k = expert_ids.shape[1]
-    work = plan_rows(expert_ids, slot_of, entry_rows(launcher, codec_of(pool.format)))
+    work = plan_chunk(launcher, expert_ids, slot_of, entry_rows(launcher, codec_of(pool.format)))
     inner, outer = (None, weights) if weigh_output else (weights, None)
     tiles = make_tiles(launcher, x, work=work, top_k=top_k)
     h = gate_up(launcher, pool, tiles, work, pair_weight=inner, limit=limit, error=error)
     parts = down(launcher, pool, make_tiles(launcher, h, work=work), work, error=error)
-    return combine(launcher, parts, top_k=top_k, weights=outer, shared=shared)
+    return combine(launcher, parts, top_k=top_k, weights=outer, shared=shared, dtype=dtype)
 
 
 def shared_expert(

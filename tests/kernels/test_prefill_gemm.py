@@ -121,6 +121,18 @@ def test_plan_rows_cuts_each_expert_into_few_even_entries(chosen: list[int], row
         assert all(count % 8 == 0 for count in counts[:-1])
 
 
+@pytest.mark.parametrize("pairs", [6, 2500])
+def test_a_chunk_is_planned_in_one_launch(pairs: int, launcher: Emulator) -> None:
+    ids = torch.randint(3, (pairs, 1), generator=torch.Generator().manual_seed(pairs)) * 2 % 5
+    slot_of = torch.arange(5).flip(0)  # experts 1 and 3 have no pairs
+    work = prefill_gemm.plan_chunk(launcher, ids, slot_of, 64)
+    wanted = prefill_gemm.plan_rows(ids, slot_of, 64)
+    count = int(wanted.num_entries)
+    assert int(work.num_entries) == count
+    assert torch.equal(work.entries[:count], wanted.entries[:count])
+    assert torch.equal(work.pairs, wanted.pairs)
+
+
 @pytest.mark.parametrize(("n", "k"), [(64, 1024), (200, 416)])
 def test_fp8_linear_has_the_bits_of_the_streaming_kernel(
     launcher: Emulator, n: int, k: int

@@ -32,6 +32,7 @@ struct AttendArgs {
   int64_t table_stride, ring_bytes, page_bytes;
   float scale;  // of logits, in powers of two
   int rows, chunk_entries, reach, ring, ratio, per_page, top_k;  // reach: tokens of the window
+  int turns;    // whether logits are multiplied by one warpgroup at a time
 };
 
 // What a row attends to: `recent` keys of the window, then `visible` entries. A fill row counts as token 0.
@@ -283,9 +284,18 @@ struct ChunkAttention {
     }
   }
 
-  DEVICE void attend_tile(const uint8_t* keys, int count, bool last, uint64_t* done) {
+  // In turn, one has the matrix units while the other weighs; the very last turn is nobody's to take.
+  DEVICE void wait_for_turn() const {
+    if (p.turns) sync_turn<256>(4 + group);
+  }
+  DEVICE void pass_turn(bool last) const {
+    if (p.turns && !(group == 1 && last)) arrive_turn<256>(5 - group);
+  }
+
+  DEVICE void attend_tile(const uint8_t* keys, int count, bool last, bool very_last, uint64_t* done) {
     float part[32], part_top[2], part_total[2], old[2], fresh[2];
     uint32_t weights[4][4];
+    wait_for_turn();
     mma_begin();
 #pragma unroll
     for (int b = 0; b < DIM / 64; b++)
@@ -293,6 +303,7 @@ struct ChunkAttention {
       for (int k = 0; k < 4; k++) multiply_rows(part, queries() + b * BLOCK_BYTES, keys + b * BLOCK_BYTES, k, b + k > 0);
     mma_commit();
     mma_wait<0>();
+    pass_turn(very_last);
     results_are_here<32>(part);
     if (last) leave(queries_empty());
     weigh(part, count, weights, part_top, part_total);
@@ -320,6 +331,7 @@ struct ChunkAttention {
 
   DEVICE void attend_all() {
     int stage = 0, parity = 0, query_parity = 0;
+    if (p.turns && group == 1 && blockIdx.x < p.rows) arrive_turn<256>(4);
     Sight next = sight_of(p, blockIdx.x < p.rows ? blockIdx.x : 0);
     for (int row = blockIdx.x; row < p.rows; row += gridDim.x) {
       Sight s = next;
@@ -338,7 +350,8 @@ struct ChunkAttention {
         bool recent = i < recent_tiles;
         barrier_wait(full(stage), parity);
         int count = recent ? s.recent - i * KEYS : s.visible - (i - recent_tiles) * KEYS;
-        attend_tile(tile(stage), count, i + 1 == tiles, empty(stage));
+        bool last = i + 1 == tiles;
+        attend_tile(tile(stage), count, last, last && after >= p.rows, empty(stage));
         if (++stage == TILES_HELD) stage = 0, parity ^= 1;
       }
       finish(row);

@@ -1,5 +1,6 @@
 // Activations cut into tiles, and instances of the prefill GEMM. Shared memory decides the tile: 128
 // tokens on sm_90a, 64 on sm_120a.
+#include "chunk_plan.cuh"
 #include "prefill_gemm.cuh"
 
 struct TileArgs {
@@ -63,6 +64,9 @@ LAUNCHABLE(lay_tiles_fp8, TileArgs, 256)
 KERNEL(256, 4) lay_tiles_bf16(GRID_CONSTANT TileArgs p) { lay_all<false>(p); }
 LAUNCHABLE(lay_tiles_bf16, TileArgs, 256)
 
+KERNEL(CHUNK_PLAN_THREADS, 1) plan_chunk(GRID_CONSTANT ChunkPlanArgs args) { ChunkPlan(args).run(); }
+LAUNCHABLE(plan_chunk, ChunkPlanArgs, CHUNK_PLAN_THREADS)
+
 // Stages of tokens and places of weights, on sm_90a and on sm_120a.
 #define PREFILL(name, codec, epilogue, stages_90, depth_90, stages_120, depth_120)               \
   KERNEL(PREFILL_THREADS, 1) name(GRID_CONSTANT StreamArgs args) {                               \
@@ -83,15 +87,3 @@ PREFILL(prefill_fp8_bf16, FP8, STORE_BF16, 3, 3, 3, 0)
 PREFILL(prefill_bf16_bf16, BF16, STORE_BF16, 3, 3, 3, 0)
 PREFILL(prefill_fp8_f32, FP8, STORE_F32, 3, 3, 3, 0)
 PREFILL(prefill_bf16_f32, BF16, STORE_F32, 3, 3, 3, 0)
-
-// Two CTAs that share their tokens.
-#if MOET_SM == 90 && !defined(MOET_EMULATE)
-#define PAIRED(name, codec, epilogue, stages, depth)                                               \
-  KERNEL(PREFILL_THREADS, 1) __cluster_dims__(2, 1, 1) name(GRID_CONSTANT StreamArgs args) {       \
-    PrefillGemm<codec, 16, epilogue, stages, depth, 2>(args).run();                                \
-  }
-PAIRED(paired_w2_swiglu, W2, SWIGLU, 4, 6)
-PAIRED(paired_w2_bf16, W2, STORE_BF16, 4, 5)
-PAIRED(paired_fp8_swiglu, FP8, SWIGLU, 3, 3)
-PAIRED(paired_fp8_bf16, FP8, STORE_BF16, 3, 3)
-#endif

@@ -13,11 +13,10 @@
 #include "tile.cuh"
 
 constexpr int PREFILL_THREADS = 384;  // two warpgroups that multiply, one whose first thread copies
+constexpr int TAKE_TURNS = 2;         // a bit of StreamArgs.early
 constexpr int STAGED_COLUMNS = 72;    // of a staged token: 64, and room that keeps banks apart
 
-// TOGETHER: CTAs of a cluster, which compute neighbouring weight rows of the same tokens: each copies its
-// share of these to all of them, as what an SM can read bounds the product.
-template <int CODEC, int GROUPS, int EPILOGUE, int STAGES, int DEPTH, int TOGETHER = 1>
+template <int CODEC, int GROUPS, int EPILOGUE, int STAGES, int DEPTH>
 struct PrefillGemm {
   static constexpr int TOKENS = 8 * GROUPS;
   // Token groups of an entry at most: NVFP4 sums three times and has registers for fewer.
@@ -39,7 +38,7 @@ struct PrefillGemm {
   static constexpr int STAGED_BYTES = STAGED_TOKENS * STAGED_COLUMNS * 2 + TOKENS * 8;
 
   const StreamArgs& p;
-  int tid, lane, warp, group, total_chunks, items, rank, first_item, stride, bundles;
+  int tid, lane, warp, group, total_chunks, items;
 
   // Where this lane's copies are: an item and a chunk of it.
   int next_item, next_chunk, next_in_segment;
@@ -58,6 +57,7 @@ struct PrefillGemm {
   Entry now;
   int segment, in_segment_tile, token_row;
   float token_weight, tensor_scale;
+  bool last_item;
 
   DEVICE PrefillGemm(const StreamArgs& args) : p(args) {
     tid = threadIdx.x;
@@ -66,13 +66,7 @@ struct PrefillGemm {
     warp = uniform & 3;
     group = uniform >> 2;
     total_chunks = p.segments * p.chunks;
-    rank = TOGETHER > 1 ? cluster_rank() : 0;
-    first_item = blockIdx.x / TOGETHER, stride = gridDim.x / TOGETHER;
-    bundles = (p.tiles + TOGETHER - 1) / TOGETHER;
   }
-  // Of an item, its entry and this CTA's tile, which may be past the last.
-  DEVICE int entry_of(int item) const { return item / bundles; }
-  DEVICE int tile_of(int item) const { return item % bundles * TOGETHER + rank; }
 
   // A stage's barriers: its bytes are here; its eight warps are done with them.
   DEVICE static uint64_t* full(int s) { return reinterpret_cast<uint64_t*>(dynamic_shared()) + s; }
@@ -124,19 +118,14 @@ struct PrefillGemm {
   // The copying thread: a chunk of tokens in one piece.
   DEVICE void copy_all() {
     int to = 0, turn = 1;  // a new barrier's phase before the first counts as ended
-    for (int item = first_item; item < items; item += stride) {
-      int e = entry_of(item);
+    for (int item = blockIdx.x; item < items; item += gridDim.x) {
+      int e = item / p.tiles;
       uint32_t bytes = TOKEN_SCALE_BYTES + groups_of(entry(e).count) * 1024;
       const uint8_t* from = static_cast<const uint8_t*>(p.x) + uint64_t(e) * total_chunks * STAGE_BYTES;
       for (int chunk = 0; chunk < total_chunks; chunk++) {
         barrier_wait(empty(to), turn);
         barrier_arrive_expecting(full(to), bytes);
-        if constexpr (TOGETHER > 1) {
-          uint32_t share = bytes / TOGETHER, at = rank * share;
-          copy_bulk_to_all(ring(to) + at, from + at, share, full(to), (1 << TOGETHER) - 1);
-        } else {
-          copy_bulk(ring(to), from, bytes, full(to));
-        }
+        copy_bulk(ring(to), from, bytes, full(to));
         from += STAGE_BYTES;
         if (++to == STAGES) to = 0, turn ^= 1;
       }
@@ -147,8 +136,7 @@ struct PrefillGemm {
   DEVICE void aim() {
     next_chunk = next_in_segment = 0;
     if (next_item >= items) return;
-    int e = entry_of(next_item), tile = tile_of(next_item);
-    if (tile >= p.tiles) tile = 0;  // past the last: computed, not stored
+    int e = next_item / p.tiles, tile = next_item - e * p.tiles;
     int out_segment = tile / p.tiles_per_segment;
     Entry t = entry(e);
     if (t.slot < 0 || t.slot >= p.num_slots) t.slot = t.expert = 0;  // reported in finish
@@ -192,7 +180,7 @@ struct PrefillGemm {
       if constexpr (PLANE) scales += p.segment_stride, bases += p.base_segment_stride;
     }
     if (++next_chunk == total_chunks) {
-      next_item += stride;
+      next_item += gridDim.x;
       aim();
     }
   }
@@ -206,7 +194,6 @@ struct PrefillGemm {
     int stride = 512;
     if constexpr (DEPTH > 0) {
       wait_copies<DEPTH - 1>();
-      if constexpr (CODEC == FP8) sync_warp();  // its first lane copied the scale
       from = codes_at(place), word_at = words_at(place), stride = 16 * THREADS;
     } else {
       if (next_item >= items) return;
@@ -230,20 +217,28 @@ struct PrefillGemm {
         ahead.scale.word1 = shuffle(exponents, quad + 1);
       }
     } else if constexpr (CODEC == FP8) {
-      ahead.weight_scale = bits_float(load_word(word_at));
+      uint32_t word = 0;
+      if (lane == 0) word = load_word(word_at);  // it copied the warp's
+      ahead.weight_scale = bits_float(shuffle(word, 0));
     }
     if constexpr (DEPTH == 0) step();
   }
 
+  // The warpgroups multiply in turn, so that one has the matrix units while the other decodes and adds.
+  DEVICE bool takes_turns() const { return MOET_SM == 90 && CODEC != NVFP4 && p.early & TAKE_TURNS; }
+  DEVICE void wait_for_turn() const {
+    if (takes_turns()) sync_turn<THREADS>(4 + group);
+  }
+  // The very last turn of the second warpgroup is nobody's to take.
+  DEVICE void pass_turn(bool last_chunk) const {
+    if (takes_turns() && !(group == 1 && last_item && last_chunk)) let_other_multiply(1 - group);
+  }
+  DEVICE static void let_other_multiply(int other) { arrive_turn<THREADS>(4 + other); }
+
   // This warp is done with a stage. The debug build lets every lane say so: race checkers follow that.
   DEVICE void leave_stage() {
     sync_warp();
-    if constexpr (TOGETHER > 1) {
-      if (LEAVING == THREADS || lane == 0)
-        for (int cta = 0; cta < TOGETHER; cta++) barrier_arrive_at(empty(stage), cta);
-    } else {
-      if (LEAVING == THREADS || lane == 0) barrier_arrive(empty(stage));
-    }
+    if (LEAVING == THREADS || lane == 0) barrier_arrive(empty(stage));
     if (++stage == STAGES) stage = 0, parity ^= 1;
   }
 #ifdef MOET_DEBUG
@@ -284,7 +279,7 @@ struct PrefillGemm {
   // Multiplies the next stage with the chunk that was read ahead, and reads the one after it meanwhile.
   // Returns the chunk's row base.
   template <int NT>
-  DEVICE uint32_t multiply_chunk(float* sum, int in_segment) {
+  DEVICE uint32_t multiply_chunk(float* sum, int in_segment, bool last_chunk) {
     Chunk chunk = ahead;
     int following = in_segment + 1 == p.chunks ? 0 : in_segment + 1;
     float part[4 * NT], scales_of[2 * NT];
@@ -300,6 +295,7 @@ struct PrefillGemm {
       if constexpr (DEPTH == 0) next_chunk_of_weights(following);
       barrier_wait(full(stage), parity);
       BOperand b = b_operand(ring(stage) + TOKEN_SCALE_BYTES, 1024);
+      wait_for_turn();
       mma_begin();
 #if MOET_SM == 120
       if (in_segment & 1)
@@ -312,6 +308,7 @@ struct PrefillGemm {
       if constexpr (DEPTH > 0 && PLANE) next_chunk_of_weights(following);
       read_scales<NT>(scales_of);
       mma_wait<0>();
+      pass_turn(last_chunk);
       results_are_here<4 * NT>(part);
       if constexpr (DEPTH > 0 && !PLANE) next_chunk_of_weights(following);
     }
@@ -409,7 +406,7 @@ struct PrefillGemm {
     bool half_open = false;  // waiting_a holds earlier segments of this half
 #pragma unroll 1
     for (int chunk = 0; chunk < total_chunks; chunk++) {
-      uint32_t base = multiply_chunk<NT>(sum, in_segment);
+      uint32_t base = multiply_chunk<NT>(sum, in_segment, chunk + 1 == total_chunks);
       if (EPILOGUE == SWIGLU && chunk == 0 && p.pair_weight) token_weight = p.pair_weight[token_row];
       bool segment_ends = ++in_segment == p.chunks;
       if (segment_ends) in_segment = 0;
@@ -434,16 +431,13 @@ struct PrefillGemm {
 
   DEVICE void run() {
     if (tid == 0) {
-      for (int s = 0; s < STAGES; s++) barrier_init(full(s), 1), barrier_init(empty(s), LEAVING * TOGETHER);
+      for (int s = 0; s < STAGES; s++) barrier_init(full(s), 1), barrier_init(empty(s), LEAVING);
       barriers_are_ready();
     }
-    if constexpr (TOGETHER > 1)
-      sync_cluster();
-    else
-      sync_threads();
+    sync_threads();
     wait_for_previous_kernel();
     let_next_kernel_start();
-    items = (p.entries ? *p.num_entries : (p.num_rows + TOKENS - 1) / TOKENS) * bundles;
+    items = (p.entries ? *p.num_entries : (p.num_rows + TOKENS - 1) / TOKENS) * p.tiles;
     if (tid >= THREADS) {
       give_registers<40>();
       if (tid == THREADS) copy_all();
@@ -451,25 +445,26 @@ struct PrefillGemm {
       take_registers<232>();
       multiply_all();
     }
-    if constexpr (TOGETHER > 1) sync_cluster();  // others may still send to this CTA
   }
 
   DEVICE void multiply_all() {
     place = stage = parity = 0;
-    next_item = first_item;
+    next_item = blockIdx.x;
     aim();
     for (int s = 0; s < DEPTH; s++) fetch(s);
     read_ahead(0);
     Entry coming = {0, 0, 0, 0};  // loaded an item ahead
-    if (first_item < items) coming = entry(entry_of(first_item));
+    if (blockIdx.x < items) coming = entry(blockIdx.x / p.tiles);
+    if (takes_turns() && group == 1 && blockIdx.x < items) let_other_multiply(0);
 #pragma unroll 1
-    for (int item = first_item; item < items; item += stride) {
-      int tile = tile_of(item);
+    for (int item = blockIdx.x; item < items; item += gridDim.x) {
+      int tile = item % p.tiles;
       segment = tile / p.tiles_per_segment;
       in_segment_tile = tile - segment * p.tiles_per_segment;
       now = coming;
-      int after = item + stride;
-      if (after < items) coming = entry(entry_of(after));
+      int after = item + gridDim.x;
+      last_item = after >= items;
+      if (after < items) coming = entry(after / p.tiles);
       int token = tid & 127, at = now.first + (token < now.count ? token : 0);
       token_row = p.pairs ? p.pairs[at] : at;
       token_weight = 1.0f;
@@ -480,7 +475,7 @@ struct PrefillGemm {
       }
       float sum[VALUES];
       choose_shape(groups_of(now.count), sum);
-      if (TOGETHER == 1 || tile < p.tiles) finish(sum);
+      finish(sum);
     }
   }
   DEVICE void choose_shape(int groups, float* sum) {

@@ -12,13 +12,11 @@ DEVICE constexpr int tile_groups(int groups) {
 #endif
 }
 
-#ifdef MOET_EMULATE  // which has no clusters
-DEVICE int cluster_rank() { return 0; }
-DEVICE void sync_cluster() { sync_threads(); }
-DEVICE void barrier_arrive_at(uint64_t* barrier, int) { barrier_arrive(barrier); }
-DEVICE void copy_bulk_to_all(void* to, const void* from, uint32_t bytes, uint64_t* barrier, int) {
-  copy_bulk(to, from, bytes, barrier);
-}
+#ifdef MOET_EMULATE  // where nothing runs at the same time
+template <int THREADS_THERE>
+DEVICE void sync_turn(int) {}
+template <int THREADS_THERE>
+DEVICE void arrive_turn(int) {}
 template <int COUNT>
 DEVICE void results_are_here(float*) {}
 // Two 16-byte rows of a lane's matrix pair: lane l < 16 names row l of two 8 x 8 matrices of 16 bits.
@@ -34,30 +32,14 @@ DEVICE void store_transposed(void* to, uint32_t first, uint32_t second) {
   });
 }
 #else
-DEVICE int cluster_rank() {
-  int r;
-  asm("mov.u32 %0, %cluster_ctarank;" : "=r"(r));
-  return r;
+// A named barrier that half of its threads wait at, once the other half has arrived.
+template <int THREADS_THERE>
+DEVICE void sync_turn(int barrier) {
+  sync_named<THREADS_THERE>(barrier);
 }
-// All threads of all CTAs of the cluster.
-DEVICE void sync_cluster() {
-  asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
-}
-// At the barrier of the same place in another CTA of the cluster.
-DEVICE void barrier_arrive_at(uint64_t* barrier, int cta) {
-  asm volatile(
-      "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(shared_address(barrier)),
-      "r"(cta)
-      : "memory");
-}
-// copy_bulk to the same place of the CTAs in `mask`, whose barriers of the same place learn of it.
-DEVICE void copy_bulk_to_all(void* to, const void* from, uint32_t bytes, uint64_t* barrier, uint16_t mask) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(
-          shared_address(to)),
-      "l"(from), "r"(bytes), "r"(shared_address(barrier)), "h"(mask)
-      : "memory");
+template <int THREADS_THERE>
+DEVICE void arrive_turn(int barrier) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(THREADS_THERE) : "memory");
 }
 // Results of matrix instructions are touched only below this, whatever the compiler would like.
 template <int COUNT>
