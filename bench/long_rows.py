@@ -202,10 +202,10 @@ class Prompts:
         return median(times)
 
 
-def model(device: Device, num_layers: int | None) -> Any:
+def model(device: Device, num_layers: int | None, forms: tuple[bool, ...]) -> Any:
     found: dict[str, Any] = {}
     kept: dict[int, torch.Tensor] = {}
-    for attends in (False, True):
+    for attends in forms:
         prompts = Prompts(replace(device, chunk_attention=attends), num_layers)
         for form in FORMS:
             prefill_gemm.TAKE_TURNS = device_attention.TAKE_TURNS = form
@@ -235,6 +235,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", choices=("products", "ops", "model"), required=True)
     parser.add_argument("--layers", type=int)
+    parser.add_argument("--forms", choices=("both", "on"), default="on", help="of attention")
     parser.add_argument("--commit", default="", help="what to call the sources that are measured")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -245,7 +246,7 @@ def main() -> None:
     parts: dict[str, Callable[[], Any]] = {
         "products": lambda: products(device),
         "ops": lambda: ops(device),
-        "model": lambda: model(device, args.layers),
+        "model": lambda: model(device, args.layers, FORMS if args.forms == "both" else (True,)),
     }
     result = {
         "hardware": f"{torch.cuda.get_device_name()}, torch {torch.__version__}",
