@@ -163,9 +163,13 @@ def product_rows(bench: Bench, queue: CudaQueue) -> None:
             for num_rows in (1, 8, 2048):
                 x = bf16(num_rows, HEADS, k)
 
-                def work(x: Tensor = x, weights: list[HeadMatrices] = weights) -> bool:
+                def work(
+                    x: Tensor = x,
+                    weights: list[HeadMatrices] = weights,
+                    quantised: bool = fp8,
+                ) -> bool:
                     for weight in weights:
-                        triton_mla.head_products(x, weight)
+                        triton_mla.head_products(x, weight, quantised=quantised)
                     return True
 
                 case = f"head_products {n}x{k}, {'fp8' if fp8 else 'bf16'}, {num_rows} rows"

@@ -49,6 +49,11 @@ class Activations:
         assert known is not None
         return known.shape[0]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the values; what is codes only stands for bf16."""
+        return torch.bfloat16 if self.values is None else self.values.dtype
+
     def plain(self) -> Tensor:
         """The values; there must be some."""
         assert self.values is not None, "these activations were made as e4m3 only"

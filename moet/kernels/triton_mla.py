@@ -322,31 +322,25 @@ def turn_heads(
 
 
 @triton.jit
-def multiply_tile(
+def tile_of(
     x,
     weight,
     scales,
-    out,
-    place,
-    tile,
+    head,
+    n,
+    t,
     num_rows,
     x_row,
     x_head,
-    out_row,
-    out_head,
     N: tl.constexpr,
     K: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
 ):
-    """OUTPUTS of a head for a tile of rows. place: head and block of outputs. The weights are the
-    left operand, so that a row has the same bits however many rows the tile has."""
-    BLOCKS: tl.constexpr = (N + OUTPUTS - 1) // OUTPUTS
+    """Outputs n of a head for rows t, fp32. The weights are the left operand, so that a row has the
+    same bits however many rows there are. scales: one for 64 outputs and inputs, of e4m3."""
     FP8: tl.constexpr = weight.dtype.element_ty == tl.uint8
-    head = (place // BLOCKS).to(tl.int64)
-    n = place % BLOCKS * OUTPUTS + tl.arange(0, OUTPUTS)
-    t = tile * ROWS + tl.arange(0, ROWS)
+    OUTPUTS: tl.constexpr = n.shape[0]
+    ROWS: tl.constexpr = t.shape[0]
     k = tl.arange(0, INPUTS)
     real, there = (n < N)[:, None], (t < num_rows)[None, :]
     w_at = weight + (head * N + n)[:, None] * K + k[None, :]
@@ -356,13 +350,13 @@ def multiply_tile(
         w = tl.load(w_at + first, mask=real, other=0.0)
         value = tl.load(x_at + first, mask=there, other=0.0)
         if FP8:
-            factor = tl.load(scales + place.to(tl.int64) * (K // INPUTS) + first // INPUTS)
+            at = (head * (N // 64) + n // 64) * (K // 64) + first // 64
+            factor = tl.load(scales + at)[:, None]
             w = w.to(tl.float8e4nv, bitcast=True).to(tl.float32).to(tl.bfloat16)
             acc += tl.dot(w, value) * factor
         else:
             acc = tl.dot(w, value, acc)
-    to = out + head * out_head + t.to(tl.int64)[None, :] * out_row + n[:, None]
-    tl.store(to, acc.to(out.dtype.element_ty), mask=real & there)
+    return acc
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -370,39 +364,48 @@ def multiply_heads(
     x,
     weight,
     scales,
-    out,
+    values,
+    codes,
+    out_scales,
     num_rows,
     x_row,
     x_head,
-    out_row,
-    out_head,
+    HEADS: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
+    QUANT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    """OUTPUTS of a head for a tile of rows, as values, or as e4m3 with a scale if QUANT, which
+    takes 128 outputs."""
     begin(OVERLAP)
-    place, tile = tl.program_id(0), tl.program_id(1)
-    multiply_tile(
-        x,
-        weight,
-        scales,
-        out,
-        place,
-        tile,
-        num_rows,
-        x_row,
-        x_head,
-        out_row,
-        out_head,
-        N,
-        K,
-        ROWS,
-        OUTPUTS,
-        INPUTS,
-    )
+    BLOCKS: tl.constexpr = (N + OUTPUTS - 1) // OUTPUTS
+    head = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    block = tl.program_id(0) % BLOCKS
+    n = block * OUTPUTS + tl.arange(0, OUTPUTS)
+    t = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    acc = tile_of(x, weight, scales, head, n, t, num_rows, x_row, x_head, N, K, INPUTS)
+    acc = acc.to(tl.bfloat16)
+    there = (t < num_rows)[None, :]
+    row = t.to(tl.int64)[None, :]
+    if QUANT:
+        value = acc.to(tl.float32)
+        byte = e4m3_exponent(tl.max(tl.abs(value), 0))
+        to = out_scales + (row * HEADS + head) * BLOCKS + block
+        tl.store(to, power_of_two(byte)[None, :], mask=there)
+        code = e4m3_codes(value * power_of_two(254 - byte)[None, :])
+        code = tl.reshape(code, [OUTPUTS // 4, 4, ROWS]) << (tl.arange(0, 4) * 8)[None, :, None]
+        w = tl.arange(0, OUTPUTS // 4)
+        place = (w & 24) | ((w & 1) << 2) | ((w & 7) >> 1)  # mma_place, in words
+        words = codes.to(tl.pointer_type(tl.int32)) + (row * HEADS + head) * (N // 4)
+        at = words + block * (OUTPUTS // 4) + place[:, None]
+        tl.store(at, tl.sum(code, 1), mask=there)
+    else:
+        to = values + (row * HEADS + head) * N + n[:, None]
+        tl.store(to, acc.to(values.dtype.element_ty), mask=(n < N)[:, None] & there)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -433,24 +436,16 @@ def make_queries(
     PLACES: tl.constexpr = HEADS * ((LATENT + OUTPUTS - 1) // OUTPUTS)
     place, tile = tl.program_id(0), tl.program_id(1)
     if place < PLACES:
-        multiply_tile(
-            q,
-            weight,
-            scales,
-            query,
-            place,
-            tile,
-            num_rows,
-            stride,
-            NOPE + ROPE,
-            HEADS * (LATENT + ROPE),
-            LATENT + ROPE,
-            LATENT,
-            NOPE,
-            ROWS,
-            OUTPUTS,
-            INPUTS,
+        BLOCKS: tl.constexpr = PLACES // HEADS
+        head = (place // BLOCKS).to(tl.int64)
+        n = place % BLOCKS * OUTPUTS + tl.arange(0, OUTPUTS)
+        t = tile * ROWS + tl.arange(0, ROWS)
+        acc = tile_of(
+            q, weight, scales, head, n, t, num_rows, stride, NOPE + ROPE, LATENT, NOPE, INPUTS
         )
+        to = query + (t.to(tl.int64)[None, :] * HEADS + head) * (LATENT + ROPE) + n[:, None]
+        real = (n < LATENT)[:, None] & (t < num_rows)[None, :]
+        tl.store(to, acc.to(query.dtype.element_ty), mask=real)
     else:
         row = (tile * ROWS + (place - PLACES) % ROWS).to(tl.int64)
         if row < num_rows:
@@ -628,27 +623,34 @@ def _operands(weight: HeadMatrices) -> tuple[Tensor, Tensor]:
     return weight.values.view(torch.uint8), weight.scales
 
 
-def head_products(x: Tensor, weight: HeadMatrices) -> Tensor:
-    num_groups, n, k = weight.values.shape
-    out = torch.empty((len(x), num_groups, n), dtype=x.dtype, device=x.device)
-    if len(x):
-        rows = _tile_rows(len(x))
-        multiply_heads[(num_groups * triton.cdiv(n, OUTPUTS), triton.cdiv(len(x), rows))](
+def head_products(x: Tensor, weight: HeadMatrices, *, quantised: bool) -> Activations:
+    num_rows, (num_heads, n, k) = len(x), weight.values.shape
+    quant = quantised and num_rows <= CODED_ROWS and n % 128 == 0
+    width = num_heads * n
+    shape = 0 if quant else num_rows, width
+    values = torch.empty(shape, dtype=x.dtype, device=x.device)
+    codes = torch.empty((num_rows if quant else 0, width), dtype=torch.uint8, device=x.device)
+    scale = torch.empty((len(codes), width // 128), dtype=torch.float32, device=x.device)
+    if num_rows:
+        rows, outputs = _tile_rows(num_rows), 2 * OUTPUTS if quant else OUTPUTS
+        multiply_heads[(num_heads * triton.cdiv(n, outputs), triton.cdiv(num_rows, rows))](
             x,
             *_operands(weight),
-            out,
-            len(x),
+            values,
+            codes,
+            scale,
+            num_rows,
             x.stride(0),
             x.stride(1),
-            out.stride(0),
-            out.stride(1),
+            HEADS=num_heads,
             N=n,
             K=k,
             ROWS=rows,
-            OUTPUTS=OUTPUTS,
+            OUTPUTS=outputs,
             INPUTS=min(INPUTS, k),
+            QUANT=quant,
             num_warps=4,
             num_stages=4,
             **overlap(x),
         )
-    return out
+    return Activations(None, codes, scale) if quant else Activations(values)

@@ -189,7 +189,7 @@ class Attention:
         mixed = self._attend(
             query, latents, selection, step.rows, scale=self.scale, latent_dim=self.latent_dim
         )
-        return self.o.on_read(self._values(mixed, self.w_uv).flatten(1)), selection
+        return self.o.on_read(self._values(mixed, self.w_uv, quantised=self.o.quantised)), selection
 
 
 def _absorbed(

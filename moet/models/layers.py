@@ -213,6 +213,7 @@ class InputLinear:
     ) -> None:
         self.weight = weight
         self.shard = shard
+        self.quantised = quantised
         num_out, num_in = weight.shape
         self.num_slices = shard.slices(num_in * shard.size)
         fp8 = quantised and settings.rounding == "deployed"
@@ -223,17 +224,17 @@ class InputLinear:
         whole = linear_fp8 if fp8 else linear
         self._whole = whole.bind(arch=settings.arch, **facts) if alone else None
 
-    def partial(self, x: Tensor) -> Tensor:
+    def partial(self, x: Tensor | Activations) -> Tensor:
         """This rank's part of the product, to be summed over the ranks; fp32 on the CPU."""
         return self._share(x, self.weight, num_slices=self.num_slices)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor | Activations) -> Tensor:
         """The whole product, in the dtype of x."""
         if self._whole is not None:
             return self._whole(x, self.weight)
         return self.shard.comm.sum(self.partial(x), x.dtype)
 
-    def on_read(self, x: Tensor) -> Tensor | RankPart:
+    def on_read(self, x: Tensor | Activations) -> Tensor | RankPart:
         """The whole product, or this rank's part for an op that sums."""
         if self._whole is not None:
             return self._whole(x, self.weight)

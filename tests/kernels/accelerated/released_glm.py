@@ -88,5 +88,5 @@ class ReleasedGlm:
             "latent_attention": lambda: triton_mla_attention.latent_attention(
                 query, self.latents, selected, self.rows, scale=1 / 16, latent_dim=LATENT
             ),
-            "head_products": lambda: triton_mla.head_products(mixed, w_uv),
+            "head_products": lambda: triton_mla.head_products(mixed, w_uv, quantised=True),
         }

@@ -153,12 +153,17 @@ def matrices(
     return HeadMatrices(codes, scales), HeadMatrices(codes.float() * spread)
 
 
-@pytest.mark.parametrize(("rows", "n", "fp8"), [(1, 80, False), (17, 128, True)])
+@pytest.mark.parametrize(("rows", "n", "fp8"), [(1, 80, False), (17, 256, True)])
 def test_head_products(rows: int, n: int, fp8: bool, device: torch.device) -> None:
     x = bf16(rows, 3, 192, device=device)[..., :128]
     weight, exact = matrices(3, n, 128, fp8=fp8, device=device)
-    got, want = triton_mla.head_products(x, weight), head_products(x, exact)
-    assert_close(got, want, head_products.tolerance)
+    want = head_products(x, exact, quantised=fp8).plain()
+    plain = triton_mla.head_products(x, weight, quantised=False).plain()
+    assert_close(plain, want, 2**-8)
+    if fp8:
+        coded = triton_mla.head_products(x, weight, quantised=True)
+        assert coded.values is None
+        assert torch.equal(coded.decoded(), fp8_qdq(plain.float(), block=128))
 
 
 @pytest.mark.parametrize(("chunk", "candidates"), [(1024, 16384), (64, 64)])
