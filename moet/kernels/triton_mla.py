@@ -11,10 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moet.kernels import triton_comm
 from moet.kernels.cache import Cache, EntryFormat
+from moet.kernels.comm import RankPart
 from moet.kernels.mla_attention import BLOCK, INDEX_NORM_EPS, HeadMatrices, IndexKeys
 from moet.kernels.mla_cache import Fp8IndexKeys, Fp8LatentRows, Nvfp4LatentRows
 from moet.kernels.quant import Activations
+from moet.kernels.triton_comm import sum_of_ranks
 from moet.kernels.triton_common import (
     CODED_ROWS,
     begin,
@@ -87,8 +90,18 @@ def join_and_norm(
     codes,
     scales,
     eps,
+    window_0,
+    window_1,
+    window_2,
+    window_3,
+    turns,
+    error,
+    limit,
+    capacity,
     DIM: tl.constexpr,
     GROUPS: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
     JOINS: tl.constexpr,
     QUANT: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -98,7 +111,26 @@ def join_and_norm(
     d = grouped_columns(GROUPS)
     value = tl.load(x + row * DIM + d, mask=d < DIM, other=0.0).to(tl.float32)
     if JOINS:
-        value += tl.load(y + row * DIM + d, mask=d < DIM, other=0.0).to(tl.float32)
+        if RANKS > 0:
+            joining = sum_of_ranks(
+                y,
+                row,
+                window_0,
+                window_1,
+                window_2,
+                window_3,
+                turns,
+                error,
+                limit,
+                capacity,
+                DIM,
+                GROUPS * 128,
+                RANK,
+                RANKS,
+            )
+            value += tl.reshape(joining, [GROUPS, 32, 4])
+        else:
+            value += tl.load(y + row * DIM + d, mask=d < DIM, other=0.0).to(tl.float32)
         value = value.to(total.dtype.element_ty)
         tl.store(total + row * DIM + d, value, mask=d < DIM)
         value = value.to(tl.float32)
@@ -469,9 +501,12 @@ def make_queries(
 
 
 def add_rms_norm(
-    x: Tensor, y: Tensor | None, weight: Tensor, *, eps: float
+    x: Tensor, y: Tensor | RankPart | None, weight: Tensor, *, eps: float
 ) -> tuple[Tensor, Activations]:
     num_rows, dim = x.shape
+    part = y if isinstance(y, RankPart) else None
+    if isinstance(y, RankPart):
+        y = y.part
     quant = num_rows <= CODED_ROWS and dim % 128 == 0
     total = x if y is None else torch.empty_like(x)
     values = torch.empty_like(x)
@@ -486,8 +521,11 @@ def add_rms_norm(
             values if made.codes is None else made.codes,
             weight if made.scale is None else made.scale,
             eps,
+            *triton_comm.arguments(part),
             DIM=dim,
             GROUPS=_groups(dim),
+            RANK=0 if part is None else part.links.rank,
+            RANKS=0 if part is None else len(part.links.windows),
             JOINS=y is not None,
             QUANT=quant,
             num_warps=NORM_WARPS,
