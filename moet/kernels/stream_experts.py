@@ -33,6 +33,7 @@ QuantisedDense = tuple[Tensor, Tensor]
 MAX_EXPERTS = 1023  # of the plan kernel
 PLAN_THREADS = 1024
 MAX_PAIRS = 16384  # the plan kernel keeps their ids in shared memory
+FEW_TOKENS = 256  # beyond, a thread of a sum takes eight columns
 WIDE_FROM_PAIRS = 64  # from how many (token, choice) pairs on the wide instances are faster
 
 
@@ -185,9 +186,12 @@ def combine(
         *(pointer(x) for x in (parts, weights, shared, out, expert_ids)), tokens, top_k, dim
     )
     args.bf16 = dtype == torch.bfloat16
-    grid = min(-(-tokens * dim // 512), 8 * launcher.num_sms)
+    many = tokens > FEW_TOKENS and dim % 8 == 0
+    columns = 8 if many else 2  # of a thread
+    grid = min(-(-tokens * dim // (256 * columns)), 8 * launcher.num_sms)
     if grid:
-        launcher.launch("combine_experts", grid=grid, threads=256, shared_bytes=0, args=args)
+        name = "combine_many" if many else "combine_experts"
+        launcher.launch(name, grid=grid, threads=256, shared_bytes=0, args=args)
     return out
 
 

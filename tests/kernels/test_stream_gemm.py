@@ -249,15 +249,16 @@ def test_plan_covers_every_pair_once_in_order(launcher: Emulator) -> None:
     assert int(error) == 0
 
 
-def test_combine_sums_choices_in_order(launcher: Emulator) -> None:
-    parts, weights = torch.randn(12, 66).bfloat16(), torch.rand(4, 3)
-    shared = torch.randn(4, 66).bfloat16()
+@pytest.mark.parametrize(("tokens", "dim"), [(4, 66), (260, 24)])
+def test_combine_sums_choices_in_order(tokens: int, dim: int, launcher: Emulator) -> None:
+    parts, weights = torch.randn(3 * tokens, dim).bfloat16(), torch.rand(tokens, 3)
+    shared = torch.randn(tokens, dim).bfloat16()
     out = combine(launcher, parts, top_k=3, weights=weights, shared=shared)
-    weighted = parts.float().view(4, 3, 66) * weights[..., None]
+    weighted = parts.float().view(tokens, 3, dim) * weights[..., None]
     expected = weighted[:, 0] + weighted[:, 1] + weighted[:, 2] + shared.float()
     assert torch.equal(out, expected)
     plain = combine(launcher, parts, top_k=3, dtype=torch.bfloat16)
-    each = parts.float().view(4, 3, 66)
+    each = parts.float().view(tokens, 3, dim)
     assert torch.equal(plain, (each[:, 0] + each[:, 1] + each[:, 2]).bfloat16())
 
 

@@ -263,3 +263,55 @@ KERNEL(256, 4) combine_experts(GRID_CONSTANT CombineArgs p) {
   }
 }
 LAUNCHABLE(combine_experts, CombineArgs, 256)
+
+// Eight columns of pairs of bf16, times a weight.
+struct Eight {
+  float v[8];
+};
+DEVICE Eight load_eight(const uint16_t* from, float weight) {
+  uint4 u = *reinterpret_cast<const uint4*>(from);
+  uint32_t words[4] = {u.x, u.y, u.z, u.w};
+  Eight e;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    e.v[2 * i] = bits_float(words[i] << 16) * weight;
+    e.v[2 * i + 1] = bits_float(words[i] & 0xFFFF0000u) * weight;
+  }
+  return e;
+}
+
+// combine_experts for many tokens and a dim of whole eights: as many columns a thread.
+KERNEL(256, 4) combine_many(GRID_CONSTANT CombineArgs p) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  int eights = p.dim / 8, total = p.tokens * eights;
+  for (int i = blockIdx.x * 256 + threadIdx.x; i < total; i += gridDim.x * 256) {
+    int token = i / eights, column = (i - token * eights) * 8;
+    Eight sum = {};
+    int choices = p.expert_ids && p.expert_ids[token * p.top_k] < 0 ? 0 : p.top_k;
+#pragma unroll 2
+    for (int k = 0; k < choices; k++) {
+      int row = token * p.top_k + k;
+      Eight part = load_eight(p.parts + uint64_t(row) * p.dim + column, p.weights ? p.weights[row] : 1.0f);
+#pragma unroll
+      for (int j = 0; j < 8; j++) sum.v[j] = k ? add_rn(sum.v[j], part.v[j]) : part.v[j];
+    }
+    if (p.shared) {
+      Eight part = load_eight(p.shared + uint64_t(i) * 8, 1.0f);
+#pragma unroll
+      for (int j = 0; j < 8; j++) sum.v[j] = add_rn(sum.v[j], part.v[j]);
+    }
+    if (p.bf16) {
+      uint32_t words[4];
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+        words[j] = to_bf16(sum.v[2 * j]) | static_cast<uint32_t>(to_bf16(sum.v[2 * j + 1])) << 16;
+      static_cast<uint4*>(p.out)[i] = {words[0], words[1], words[2], words[3]};
+    } else {
+      float* to = static_cast<float*>(p.out) + uint64_t(i) * 8;
+#pragma unroll
+      for (int j = 0; j < 8; j++) to[j] = sum.v[j];
+    }
+  }
+}
+LAUNCHABLE(combine_many, CombineArgs, 256)
