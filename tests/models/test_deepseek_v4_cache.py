@@ -3,11 +3,10 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 from moet.models.deepseek_v4_cache import PAGE_SIZE, CacheLayout
 from moet.models.deepseek_v4_config import DeepseekV4Config
-from moet.models.step import sequences
+from moet.models.step import check_pages
 from tests.models.hash_weights import DEPLOYED, GOLDEN, GOLDEN_IDS, Piece, forward_input
 from tests.models.released_config import PREVIEW_CONFIG
 
@@ -50,18 +49,8 @@ def test_groups_without_layers_are_left_out() -> None:
     assert names == {"window", "hca_entries", "hca_state"}
 
 
-def test_addresses_of_a_sequence() -> None:
-    (seq,) = sequences(
-        forward_input([Piece(GOLDEN_IDS[:3], 510, seq_slot=2, pages=(7, 4, 5))]), PAGE_SIZE
-    )
-    assert (seq.first, seq.last, seq.start, seq.end) == (0, 3, 510, 513)
-    assert seq.ring_slots(7, 10, 8).tolist() == [2 * 8 + 7, 2 * 8, 2 * 8 + 1]
-    assert seq.entry_slots(63, 65, 4).tolist() == [7 * 64 + 63, 4 * 64]
-    assert seq.slots_of(torch.tensor([3, 0]), 128).tolist() == [4 * 2 + 1, 7 * 2]
-
-
 @pytest.mark.parametrize("pages", [(7, -1), (7,)])
 def test_a_token_without_a_page_is_noticed(pages: tuple[int, ...]) -> None:
-    sequences(forward_input([Piece(GOLDEN_IDS[:2], 254, pages=pages)]), PAGE_SIZE)
+    check_pages(forward_input([Piece(GOLDEN_IDS[:2], 254, pages=pages)]), PAGE_SIZE)
     with pytest.raises(AssertionError, match="257 tokens"):
-        sequences(forward_input([Piece(GOLDEN_IDS[:3], 254, pages=pages)]), PAGE_SIZE)
+        check_pages(forward_input([Piece(GOLDEN_IDS[:3], 254, pages=pages)]), PAGE_SIZE)
