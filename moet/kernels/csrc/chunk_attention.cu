@@ -43,11 +43,18 @@ struct Sight {
   DEVICE int tiles() const { return recent_tiles() + (visible + KEYS - 1) / KEYS; }
 };
 
-DEVICE Sight sight_of(const AttendArgs& p, int row) {
+// A row's numbers as they are read, which takes its time, and what follows from them later.
+struct RowNumbers {
+  int64_t position, start, seq_slot, page_row;
+};
+DEVICE RowNumbers numbers_of(const AttendArgs& p, int row) {
+  return {p.positions[row], p.starts[row], p.seq_slots[row], p.page_rows[row]};
+}
+DEVICE Sight sight_of(const AttendArgs& p, const RowNumbers& row) {
   Sight s;
-  s.token = p.positions[row] < 0 ? 0 : static_cast<int>(p.positions[row]);
-  s.start = static_cast<int>(p.starts[row]), s.seq_slot = static_cast<int>(p.seq_slots[row]);
-  s.page_row = static_cast<int>(p.page_rows[row]);
+  s.token = row.position < 0 ? 0 : static_cast<int>(row.position);
+  s.start = static_cast<int>(row.start), s.seq_slot = static_cast<int>(row.seq_slot);
+  s.page_row = static_cast<int>(row.page_row);
   s.recent = s.token + 1 < p.reach ? s.token + 1 : p.reach;
   s.visible = p.entries ? (s.token + 1) / p.ratio : 0;
   if (p.selected && s.visible > p.top_k) s.visible = p.top_k;
@@ -210,7 +217,7 @@ struct ChunkAttention {
     int stage = 0, turn = 1, query_turn = 1;  // a new barrier's phase before the first counts as ended
     int row = blockIdx.x, at = warp * 16 + (lane >> 2);
     if (row >= p.rows) return;
-    Sight s = sight_of(p, row);
+    Sight s = sight_of(p, numbers_of(p, row));
     Key key = find(s, row, 0, look_up(s, 0, at)), other = find(s, row, 0, look_up(s, 0, at + 8));
     Raw raw;
 #pragma unroll
@@ -218,11 +225,12 @@ struct ChunkAttention {
     load_scales(raw, key);
     while (row < p.rows) {
       int after = row + gridDim.x < p.rows ? row + gridDim.x : row;
-      Sight next = sight_of(p, after);
+      RowNumbers numbers = numbers_of(p, after);
       barrier_wait(queries_empty(), query_turn);
       query_turn ^= 1;
       copy_queries(row);
       if (p.selected) copy_chosen(row);
+      Sight next = sight_of(p, numbers);
       int tiles = s.tiles();
       bool early = s.recent_tiles() == 1;  // then the next tile is one of entries
       if (early) show_queries();
@@ -332,11 +340,14 @@ struct ChunkAttention {
   DEVICE void attend_all() {
     int stage = 0, parity = 0, query_parity = 0;
     if (p.turns && group == 1 && blockIdx.x < p.rows) arrive_turn<256>(4);
-    Sight next = sight_of(p, blockIdx.x < p.rows ? blockIdx.x : 0);
+    RowNumbers numbers = numbers_of(p, blockIdx.x < p.rows ? blockIdx.x : 0);
+    float sinks[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) sinks[r] = p.sink[warp * 16 + (lane >> 2) + 8 * r];
     for (int row = blockIdx.x; row < p.rows; row += gridDim.x) {
-      Sight s = next;
+      Sight s = sight_of(p, numbers);
       int after = row + gridDim.x;
-      if (after < p.rows) next = sight_of(p, after);
+      if (after < p.rows) numbers = numbers_of(p, after);
 #pragma unroll
       for (int b = 0; b < 4; b++)
 #pragma unroll
@@ -354,15 +365,15 @@ struct ChunkAttention {
         attend_tile(tile(stage), count, last, last && after >= p.rows, empty(stage));
         if (++stage == TILES_HELD) stage = 0, parity ^= 1;
       }
-      finish(row);
+      finish(row, sinks);
     }
   }
 
-  DEVICE void finish(int row) {
+  DEVICE void finish(int row, const float* sinks) {
     float factor[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      float sink = p.sink[warp * 16 + (lane >> 2) + 8 * r], log2e = 1.4426950408889634f;
+      float sink = sinks[r], log2e = 1.4426950408889634f;
       float shift = larger(top[r], mul_rn(sink, log2e));
       float share = exp2_approx(add_rn(top[r], -shift));
       factor[r] = div_full(share, fma_rn(total[r], share, exp2_approx(fma_rn(sink, log2e, -shift))));
