@@ -124,6 +124,16 @@ def _keep(models: Models, job: Job, finding: Finding) -> None:
     place[finding.name] = finding.value
 
 
+def _is_done(models: Models, job: Job) -> bool:
+    """Whether the table has all that a job would find."""
+    row = models.get(job.family, {}).get(job.variant.name, {})
+    if job.part == "text":
+        return {"perplexity", "samples", "speed", "drafts"} <= row.keys()
+    if PARTS[job.part]:
+        return set(PARTS[job.part]) <= _in(row, "tasks").keys()
+    return job.part.split()[1] in _in(row, "needle")
+
+
 def missing(models: Models, families: Iterable[Family], longest: int) -> list[str]:
     """What the table does not have."""
     gaps = []
@@ -156,6 +166,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="names of variants, separated by semicolons")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--deadline-s", type=float, default=float("inf"))
+    parser.add_argument("--missing", action="store_true", help="only what --out does not hold")
     parser.add_argument("--fresh", action="store_true", help="forget what was measured before")
     parser.add_argument("--plot", action="store_true", help="only draw what --out holds")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -180,9 +191,16 @@ def main() -> None:
         if not wanted or variant.name in wanted
         if not part.startswith("needle") or int(part.split()[1]) <= args.longest
     ]
+    if args.missing:
+        jobs = [job for job in jobs if not _is_done(models, job)]
     began = time.monotonic()
-    # What takes longest begins first, the official precision of each part before the others.
-    jobs.sort(key=lambda job: (-_weight(job.part), job.variant.name != "official"))
+    # The variants that say most begin first; of each, what takes longest.
+    jobs.sort(
+        key=lambda job: (
+            SHARED.index(job.variant) if job.variant in SHARED else len(SHARED),
+            -_weight(job.part),
+        )
+    )
     run(jobs, models, at_a_time=args.jobs, deadline_s=args.deadline_s)
     more = {"models": models, "not measured": missing(models, folders, args.longest)}
     command = (
