@@ -3,8 +3,9 @@ captured, to be queued again by one call. Knows nothing of models and batches.""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter, sleep
 from typing import Protocol
@@ -147,13 +148,27 @@ class CudaGraphs:
             work()  # compiles and allocates what only a first call does
             self.queue.stream.synchronize()
             graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                work()
-            finally:
-                graph.capture_end()
+            with _keeping_garbage():
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    work()
+                finally:
+                    graph.capture_end()
         self.graphs.append(graph)
         return graph.replay
+
+
+@contextmanager
+def _keeping_garbage() -> Iterator[None]:
+    """Pinned memory that is freed leaves an event on the streams that used it; on one that is being
+    captured it would be an event that nobody can ask, and no pinned memory could be had again."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def to_queue(values: Tensor, queue: Queue) -> Tensor:
