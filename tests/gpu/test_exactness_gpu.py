@@ -3,6 +3,7 @@ chunk borders, on graphs, on where pages and experts lie, or on how wide the pag
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -137,6 +138,7 @@ class Moved:
 
 def runs(steps: Steps, capture: Any, kind: Kind, num_steps: int = 24) -> list[list[int]]:
     """Tokens of every sequence, in steps of changing company."""
+    gc.collect()  # earlier graphs and their pinned memory, while nothing is captured
     graphs = steps.graphs(capture)
     lengths = [LENGTHS[slot % len(LENGTHS)] for slot in range(NUM_SEQS)]
     tokens: list[list[int]] = [[] for _ in range(NUM_SEQS)]
