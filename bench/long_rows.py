@@ -202,12 +202,12 @@ class Prompts:
         return median(times)
 
 
-def model(device: Device, num_layers: int | None, forms: tuple[bool, ...]) -> Any:
+def model(device: Device, num_layers: int | None, all_forms: bool) -> Any:
     found: dict[str, Any] = {}
     kept: dict[int, torch.Tensor] = {}
-    for attends in forms:
+    for attends in FORMS if all_forms else (True,):
         prompts = Prompts(replace(device, chunk_attention=attends), num_layers)
-        for form in FORMS:
+        for form in FORMS if all_forms else (False,):
             prefill_gemm.TAKE_TURNS = device_attention.TAKE_TURNS = form
             name = f"chunk attention {attends}, turns {form}"
             try:
@@ -235,7 +235,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", choices=("products", "ops", "model"), required=True)
     parser.add_argument("--layers", type=int)
-    parser.add_argument("--forms", choices=("both", "on"), default="on", help="of attention")
+    parser.add_argument("--all-forms", action="store_true", help="not only those that are bound")
     parser.add_argument("--commit", default="", help="what to call the sources that are measured")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -246,7 +246,7 @@ def main() -> None:
     parts: dict[str, Callable[[], Any]] = {
         "products": lambda: products(device),
         "ops": lambda: ops(device),
-        "model": lambda: model(device, args.layers, FORMS if args.forms == "both" else (True,)),
+        "model": lambda: model(device, args.layers, args.all_forms),
     }
     result = {
         "hardware": f"{torch.cuda.get_device_name()}, torch {torch.__version__}",
