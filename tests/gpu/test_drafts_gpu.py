@@ -41,3 +41,14 @@ def test_a_seed_gives_the_same_tokens_in_any_company(model: tuple[Any, Any, Devi
     for one in REQUESTS[3:6]:
         alone = engine(model, graphs=True, overlap=True, **{**DRAFTING, "max_num_seqs": 1})
         assert tokens_from(alone, [one])[one.request_id] == together[one.request_id]
+
+
+def test_steps_of_more_rows_than_decoding_kernels_take_are_captured(
+    model: tuple[Any, Any, Device],
+) -> None:
+    if model[0].config.hidden_size > 512:
+        pytest.skip("one size is enough")
+    wide = {**DRAFTING, "max_num_seqs": 96}  # 288 rows
+    requests = [request(str(n), [n + 2, 9, 4], max_tokens=6) for n in range(90)]
+    alone = tokens_from(engine(model, graphs=True, overlap=True, **LIMITS), requests)
+    assert tokens_from(engine(model, graphs=True, overlap=True, **wide), requests) == alone
