@@ -51,6 +51,7 @@ def engine(
         tensor_parallel=tensor,
         pipeline_parallel=pipeline,
         hang_timeout_s=10.0,
+        own_process=True,
     )
 
 
@@ -70,17 +71,14 @@ def alone(folder: Path) -> Answers:
         return answers(made)
 
 
-def test_two_tensor_ranks_with_drafts_and_without(folder: Path, alone: Answers) -> None:
+def test_two_tensor_ranks(folder: Path, alone: Answers) -> None:
     with engine(folder, tensor=2) as made:
         plain = answers(made)
         assert answers(made) == plain  # the second time from the prefix cache
-    with engine(folder, tensor=2, drafts=2, seqs=2) as made:
-        beside = answers(made)
     for (_, mine), (_, whole) in zip(plain, alone, strict=True):
         assert abs(mine[0] - whole[0]) < 0.1  # rounded at other places, before the ranks' sum
     same = sum(mine[0][:4] == whole[0][:4] for mine, whole in zip(plain, alone, strict=True))
     assert same >= len(PROMPTS) - 1
-    assert [tokens for tokens, _ in beside] == [tokens for tokens, _ in plain]
 
 
 def test_two_stages_give_the_bits_of_one_and_end_with_a_rank(folder: Path, alone: Answers) -> None:
@@ -103,3 +101,10 @@ def test_two_stages_give_the_bits_of_one_and_end_with_a_rank(folder: Path, alone
     finally:
         made.close()
     assert not psutil.pid_exists(rank)
+
+
+def test_drafts_change_no_token_of_two_tensor_ranks(folder: Path) -> None:
+    with engine(folder, tensor=2) as made:
+        plain = [tokens for tokens, _ in answers(made)]
+    with engine(folder, tensor=2, drafts=2, seqs=2) as made:
+        assert [tokens for tokens, _ in answers(made)] == plain
