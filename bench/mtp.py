@@ -1,13 +1,13 @@
 """What drafting costs and gives on one GPU: bench/results/mtp.json.
 
-    python -m bench.mtp [--parts steps,sampled,kernels,adaptive,demo] [--layers N] [--out FILE]
+    python -m bench.mtp [--parts steps,sampled,kernels,fp8-head,adaptive,demo] [--out FILE]
 
 steps: whole steps of V4-Flash at full size with dummy weights, by streams and drafts, and the
 tokens per second that they make at the acceptance that is stated in the file. sampled: the same
-for requests above temperature 0. kernels: where the time of drafting goes. adaptive: the engine's
-loop with drafts that never hold. demo: the demo models, 100 prompts and 200 tokens each with 0 to 4
-drafts: tokens must be equal, and drafts hold as often as bench/results/quality.json says. Each part
-stands alone, as in bench/step_h200.py.
+for requests above temperature 0. kernels: where the time of drafting goes. fp8-head: an attempt
+that the engine does not have. adaptive: the engine's loop with drafts that never hold. demo: the
+demo models, 100 prompts and 200 tokens each with 0 to 4 drafts: tokens must be equal, and drafts
+hold as often as bench/results/quality.json says. Each part stands alone, as in bench/step_h200.py.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ from moet.bench.device_rig import DeviceRig
 from moet.bench.device_step import profile_kernels
 from moet.bench.rig import Shape
 from moet.config import CacheConfig, ModelSettings, SchedulerConfig, TargetConfig
-from moet.kernels.device_gemm import Device
+from moet.kernels.device_gemm import Device, PackedMatrix
+from moet.models.deepseek_v4 import DeepseekV4
 from moet.models.dummy import DummyOptions
+from moet.models.layers import LMHead
 from moet.models.synthetic import MODEL_NAME
 from moet.runtime.device_runner import Placement
 from moet.runtime.device_sampler import Kind
@@ -48,7 +50,7 @@ RESULTS = Path(__file__).parent / "results" / "mtp.json"
 QUALITY = Path(__file__).parent / "results" / "quality.json"
 DEMO = Path(__file__).parents[1] / "moet" / "demo"
 FAMILIES: tuple[Family, ...] = ("deepseek-v4", "glm")
-PARTS = ("steps", "sampled", "kernels", "adaptive", "demo")
+PARTS = ("steps", "sampled", "kernels", "fp8-head", "adaptive", "demo")
 STREAMS = (1, 8, 32)
 MOST_DRAFTS = 3
 # Chance that draft 1, 2, 3 holds if those before it do: 2.6 tokens a step with two drafts.
@@ -58,7 +60,7 @@ DEMO_SEQS = 32
 
 
 def tokens_per_step(num_drafts: int) -> float:
-    return 1 + sum(accumulate(ACCEPTANCE[:num_drafts], mul))
+    return 1.0 + sum(accumulate(ACCEPTANCE[:num_drafts], mul))
 
 
 def step_rows(bench: Bench, rig: DeviceRig, num_steps: int) -> None:
@@ -242,11 +244,36 @@ def demo_rows(bench: Bench, family: Family) -> None:
         bench.add(name, same, "of 100", better="higher", target=100)
 
 
-def make_rig(device: Device, num_layers: int | None, num_seqs: int) -> tuple[DummyModel, DeviceRig]:
+def fp8_head_rows(bench: Bench, made: DummyModel, device: Device, num_steps: int) -> None:
+    """Two drafts whose logits come of a head in fp8, which the engine does not have: half the bytes
+    of what is most of a draft."""
+    assert isinstance(made.model, DeepseekV4)
+    assert made.model.mtp is not None
+    head, config = made.model.mtp.head, made.model.config
+    vocab, dim = config.vocab_size, config.hidden_size
+    codes = torch.randn(vocab, dim, device="cuda").mul_(60).to(torch.float8_e4m3fn)
+    scale = torch.full((-(-vocab // 128), dim // 128), 2.0**-12, device="cuda")
+    kept = head.lm_head
+    head.lm_head = LMHead(PackedMatrix.pack(codes, scale, device), arch=device.arch)
+    try:
+        rig = make_rig(made, device, 8)
+        for num_seqs in (1, 8):
+            case = f"whole step, {num_seqs} streams, 2 drafts, their head in fp8"
+            shape = Shape(num_seqs=num_seqs, num_rows=3, context=CONTEXT)
+            times = rig.time_steps(shape, num_steps, num_to_draft=2)
+            bench.add(case, times.step_ms, "ms/step", note="an attempt; not what the engine does")
+    finally:
+        head.lm_head = kept
+
+
+def make_model(device: Device, num_layers: int | None) -> DummyModel:
     raw = preset_config(MODEL_NAME, "full", num_layers)
     settings = ModelSettings(arch=device.arch, rounding="deployed", precision="w2")
     options = DummyOptions(seed=SEED, skew=SKEW)
-    made = dummy_model(raw, settings, device, num_spec_tokens=MOST_DRAFTS, options=options)
+    return dummy_model(raw, settings, device, num_spec_tokens=MOST_DRAFTS, options=options)
+
+
+def make_rig(made: DummyModel, device: Device, num_seqs: int) -> DeviceRig:
     queue = CudaQueue()
     rig = DeviceRig(
         made.model,  # type: ignore[arg-type]
@@ -259,7 +286,7 @@ def make_rig(device: Device, num_layers: int | None, num_seqs: int) -> tuple[Dum
         num_drafts=MOST_DRAFTS,
     )
     rig.fill()
-    return made, rig
+    return rig
 
 
 def arguments() -> argparse.Namespace:
@@ -297,15 +324,19 @@ def main() -> None:
                 demo_rows(bench, family)
         torch.cuda.empty_cache()
     made = rig = None
-    if {"steps", "sampled", "kernels", "adaptive"} & set(args.parts):
+    if set(args.parts) - {"demo"}:
         with bench.part("weights, state and prompts"):
-            made, rig = make_rig(device, args.layers, max(STREAMS))
+            made = make_model(device, args.layers)
+            rig = make_rig(made, device, max(STREAMS))
     if rig is not None and "steps" in args.parts:
         step_rows(bench, rig, args.steps)
     if rig is not None and "sampled" in args.parts:
         sampled_rows(bench, rig, min(args.steps, 10))
     if rig is not None and "kernels" in args.parts:
         kernel_rows(bench, rig)
+    if made is not None and "fp8-head" in args.parts:
+        with bench.part("draft head in fp8"):
+            fp8_head_rows(bench, made, device, args.steps)
     if made is not None and "adaptive" in args.parts:
         adaptive_rows(bench, made, device)
     bench.add("all of this", perf_counter() - began_s, "s")
