@@ -51,7 +51,7 @@ from moet.runtime.experts.layer_stream import LayerStream
 from moet.runtime.experts.open_gpu import START_READERS, least_places, read_rows
 from moet.runtime.experts.store import DeviceExperts
 
-WARM_STEPS, STEPS = 80, 50
+WARM_STEPS, STEPS = 60, 40
 TOKENS_A_STEP = {1: 1.0, 3: 2.6}  # rows of a step -> tokens that it yields
 LARGE_POOL, SMALL_POOL = 0.193, 0.152  # of all rows: 14 and 11 GiB of 72.6
 WHOLE_MODEL = 43  # layers
@@ -170,15 +170,15 @@ def judged(bench: Bench, experts: CachedExperts, num_rows: int) -> Results:
 
 def find_skew(bench: Bench, num_rows: int, rate: float) -> float:
     """The popularity at which the large pool has this hit rate."""
-    rig, low, high = bench.rig, 0.0, 6.0
+    rig, low, high = bench.rig, 0.5, 4.5
     experts = rig.pool(bench.host, bench.slots(LARGE_POOL))
     step = CapturedStep(rig, experts, num_rows)
     for _ in range(6):
         rig.set_skew((low + high) / 2)
-        for _ in range(60):
+        for _ in range(40):
             step(rig.tokens(num_rows))
         hits, misses = experts.counts()
-        for _ in range(30):
+        for _ in range(25):
             step(rig.tokens(num_rows))
         after = experts.counts()
         asked = after[0] + after[1] - hits - misses
@@ -224,7 +224,7 @@ def launches(bench: Bench) -> Results:
     for num_rows in (1, 3):
         for name, provider in (("pool", experts), ("resident", rig.resident)):
             step = CapturedStep(rig, provider, num_rows)
-            for _ in range(60):
+            for _ in range(30):
                 step(rig.tokens(num_rows))
             count, lines = kernels_of(step.graph.replay, 16)
             layer = timeline(step.graph.replay)
