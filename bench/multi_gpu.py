@@ -51,7 +51,7 @@ from moet.runtime.device_runner import Placement
 from moet.runtime.device_start import this_gpu
 from moet.runtime.dummy import DummyModel, dummy_model, open_device, preset_config
 from moet.runtime.memory import plan
-from moet.runtime.parallel.device import READ_BYTES, DeviceComm, connect
+from moet.runtime.parallel.device import DeviceComm, connect
 from moet.runtime.parallel.group import LOOPBACK, Group, Place
 from moet.runtime.plan_types import PlanSettings
 from moet.runtime.queues import CudaGraphs, CudaQueue
@@ -302,14 +302,14 @@ def steps(
                   better="higher", target=suite.prompt_target, note=note)  # fmt: skip
     if group is not None and isinstance(group.comm, DeviceComm) and group.comm.peers is not None:
         comm, label_on_read = group.comm, f"{label}, sums on read"
-        comm.readers = group.comm.peers.beside(READ_BYTES)
+        comm.sums_on_read = True
         del rig
         rig = rig_of(made, device, suite, watch)
         for case in suite.cases[:3]:
             targets = suite.layers is None
             time_case(bench, rig, case, num_steps, label_on_read, targets=targets)
         agreement(bench, rig, made, group, label_on_read)
-        comm.readers = None
+        comm.sums_on_read = False
 
 
 def time_case(

@@ -38,7 +38,7 @@ from moet.runtime.parallel.monitor import GroupError
 logger = logging.getLogger(__name__)
 
 Way = Literal["peer", "host"]
-SUM_ON_READ = False
+SUM_ON_READ = False  # until a GPU has run it
 READ_BYTES = 64 << 10  # of a rank, at most, in a sum that its reader makes
 PEER_BYTES = 2 << 20  # of a rank, at most, through a window; NCCL is faster beyond
 PROBE_ROUNDS = 8
@@ -59,6 +59,8 @@ class DeviceLinks(Links, Protocol):
 class DeviceComm:
     """models.sharding.Comm over GPUs. links: None where there is nobody else.
 
+    sums_on_read: whether sums of few rows are left to the ops behind them that can make them.
+
     stage: the tensor ranks of this stage; column: those of its number in all stages; before,
     behind: the two ranks at either side of a cut. peers: None if NCCL does everything.
     """
@@ -74,6 +76,7 @@ class DeviceComm:
         self.stage, self.column, self.before, self.behind = stage, column, before, behind
         self.peers = peers
         self.readers: PeerLinks | None = None  # for sums that the op behind them makes
+        self.sums_on_read = SUM_ON_READ
 
     def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         x, dtype = x.contiguous(), dtype or x.dtype
@@ -88,7 +91,13 @@ class DeviceComm:
 
     def sum_on_read(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor | RankPart:
         few = x.dim() == 2 and len(x) <= FUSED_ROWS and dtype in (None, x.dtype)
-        if self.readers is None or not few or x.dtype != torch.bfloat16 or x.numel() == 0:
+        if (
+            self.readers is None
+            or not self.sums_on_read
+            or not few
+            or x.dtype != torch.bfloat16
+            or x.numel() == 0
+        ):
             return self.sum(x, dtype)
         return RankPart(x.contiguous(), self.readers, self.sum)
 
@@ -145,16 +154,8 @@ class DeviceComm:
                 links.abort()
 
 
-def connect(
-    group: Group,
-    device: Device,
-    ways: Sequence[Way] = ("peer", "host"),
-    *,
-    on_read: bool = SUM_ON_READ,
-) -> DeviceComm:
+def connect(group: Group, device: Device, ways: Sequence[Way] = ("peer", "host")) -> DeviceComm:
     """Connect the GPUs of a group and make that its comm; all ranks must call alike.
-
-    on_read: leave sums of few rows to the ops behind them that can make them.
 
     Each kind of connection is tried with known values first. Raises GroupError if NCCL brings wrong
     ones or none.
@@ -166,7 +167,7 @@ def connect(
     _probe_nccl(group, comm, device.torch_device)
     if stage is not None:
         comm.peers = _peers(group, device, ways)
-        if comm.peers is not None and on_read:
+        if comm.peers is not None:
             comm.readers = comm.peers.beside(READ_BYTES)
     comm.wait_at_most(LOADING_WAIT_S)
     group.use(comm)
