@@ -63,11 +63,13 @@ class Tiles:
 
     data: uint8 [tiles, chunks, rows * 132]: the fp32 scales of a chunk's rows, then their e4m3
     bytes; for bf16 [tiles, chunks, rows * 128], without scales. Rows past a tile's end are not
-    written, except up to a multiple of 8.
+    written, except up to a multiple of 8. swizzled: a row's bytes lie together, see
+    `csrc/prefill_gemm.cuh`.
     """
 
     data: Tensor
     k: int
+    swizzled: bool = False
 
 
 def tile_rows(launcher: Launcher) -> int:
@@ -144,7 +146,13 @@ def plan_chunk(launcher: Launcher, expert_ids: Tensor, slot_of: Tensor, rows: in
 
 
 def make_tiles(
-    launcher: Launcher, x: Tensor, *, work: Work | None = None, top_k: int = 1, fp8: bool = True
+    launcher: Launcher,
+    x: Tensor,
+    *,
+    work: Work | None = None,
+    top_k: int = 1,
+    fp8: bool = True,
+    swizzled: bool = False,
 ) -> Tiles:
     """x: [T, K] bf16, K % 32 == 0. fp8: e4m3 by the recipe of `stream_experts.quantise`.
 
@@ -164,13 +172,13 @@ def make_tiles(
     args.chunks, args.tokens = chunks, rows
     if count and num_rows:
         launcher.launch(
-            f"lay_tiles_{'fp8' if fp8 else 'bf16'}",
+            f"lay_{'swizzled' if swizzled else 'tiles'}_{'fp8' if fp8 else 'bf16'}",
             grid=min(count * chunks, 8 * launcher.num_sms),
             threads=256,
             shared_bytes=0,
             args=args,
         )
-    return Tiles(data, k)
+    return Tiles(data, k, swizzled)
 
 
 def _shared_bytes(codec: str, output: str, rows: int, waiting: int, most: int) -> int:
@@ -204,7 +212,7 @@ def _run(
     waiting = 2 if args.segments > 1 or args.slices > 1 else 1
     args.early = TURNS_BIT if TAKE_TURNS else 0
     launcher.launch(
-        f"prefill_{codec}_{name}",
+        f"{'swizzled' if tiles.swizzled else 'prefill'}_{codec}_{name}",
         grid=max(1, min(tiles.data.shape[0] * args.tiles, launcher.num_sms)),
         threads=THREADS,
         shared_bytes=_shared_bytes(

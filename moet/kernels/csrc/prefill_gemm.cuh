@@ -16,7 +16,9 @@ constexpr int PREFILL_THREADS = 384;  // two warpgroups that multiply, one whose
 constexpr int TAKE_TURNS = 2;         // a bit of StreamArgs.early
 constexpr int STAGED_COLUMNS = 72;    // of a staged token: 64, and room that keeps banks apart
 
-template <int CODEC, int GROUPS, int EPILOGUE, int STAGES, int DEPTH>
+// SWIZZLED (sm_90a): a token's 128 bytes of a chunk lie in a row, its sixteen-byte pieces exchanged by the
+// token's number, as matrix units read them without conflicts of banks; the stages' scales lie apart.
+template <int CODEC, int GROUPS, int EPILOGUE, int STAGES, int DEPTH, bool SWIZZLED = false>
 struct PrefillGemm {
   static constexpr int TOKENS = 8 * GROUPS;
   // Token groups of an entry at most: NVFP4 sums three times and has registers for fewer.
@@ -69,9 +71,15 @@ struct PrefillGemm {
   }
 
   // A stage's barriers: its bytes are here; its eight warps are done with them.
-  DEVICE static uint64_t* full(int s) { return reinterpret_cast<uint64_t*>(dynamic_shared()) + s; }
+  DEVICE static uint8_t* control() { return dynamic_shared() + (SWIZZLED ? STAGES * TOKENS * 128 : 0); }
+  DEVICE static uint64_t* full(int s) { return reinterpret_cast<uint64_t*>(control()) + s; }
   DEVICE static uint64_t* empty(int s) { return full(STAGES + s); }
-  DEVICE static uint8_t* ring(int s) { return dynamic_shared() + 128 + s * STAGE_BYTES; }
+  DEVICE static uint8_t* ring(int s) {  // a stage's scales
+    return control() + 128 + s * (SWIZZLED ? TOKEN_SCALE_BYTES : STAGE_BYTES);
+  }
+  DEVICE static uint8_t* tokens_at(int s) {
+    return SWIZZLED ? dynamic_shared() + s * TOKENS * 128 : ring(s) + TOKEN_SCALE_BYTES;
+  }
   DEVICE static uint8_t* places(int s) { return ring(STAGES) + s * PLACE_BYTES; }
   // Places of this thread, 128 floats apart, of warpgroups one after the other. Those of a are there if
   // segments or slices are several.
@@ -125,7 +133,12 @@ struct PrefillGemm {
       for (int chunk = 0; chunk < total_chunks; chunk++) {
         barrier_wait(empty(to), turn);
         barrier_arrive_expecting(full(to), bytes);
-        copy_bulk(ring(to), from, bytes, full(to));
+        if constexpr (SWIZZLED) {
+          if (SCALED) copy_bulk(ring(to), from, TOKEN_SCALE_BYTES, full(to));
+          copy_bulk(tokens_at(to), from + TOKEN_SCALE_BYTES, bytes - TOKEN_SCALE_BYTES, full(to));
+        } else {
+          copy_bulk(ring(to), from, bytes, full(to));
+        }
         from += STAGE_BYTES;
         if (++to == STAGES) to = 0, turn ^= 1;
       }
@@ -294,7 +307,8 @@ struct PrefillGemm {
       for (int j = 0; j < 4; j++) decode_block<CODEC>(chunk.codes, j, chunk.scale, p.masks, a[j]);
       if constexpr (DEPTH == 0) next_chunk_of_weights(following);
       barrier_wait(full(stage), parity);
-      BOperand b = b_operand(ring(stage) + TOKEN_SCALE_BYTES, 1024);
+      BOperand b = b_operand(tokens_at(stage), 1024);
+      if constexpr (SWIZZLED) b = swizzled(b);
       wait_for_turn();
       mma_begin();
 #if MOET_SM == 120
@@ -302,7 +316,7 @@ struct PrefillGemm {
         wide_chunk<CODEC, NT, 1>(part, a, b, chunk.scale);
       else
 #endif
-        wide_chunk<CODEC, NT, 0>(part, a, b, chunk.scale);
+        wide_chunk<CODEC, NT, 0, SWIZZLED ? 32 : 256>(part, a, b, chunk.scale);
       mma_commit();
       // Codes that are operands as they stand may not be overwritten while they are read.
       if constexpr (DEPTH > 0 && PLANE) next_chunk_of_weights(following);

@@ -13,6 +13,7 @@ DEVICE constexpr int tile_groups(int groups) {
 }
 
 #ifdef MOET_EMULATE  // where nothing runs at the same time
+DEVICE BOperand swizzled(BOperand b) { return b; }
 template <int THREADS_THERE>
 DEVICE void sync_turn(int) {}
 template <int THREADS_THERE>
@@ -32,6 +33,13 @@ DEVICE void store_transposed(void* to, uint32_t first, uint32_t second) {
   });
 }
 #else
+// An operand whose rows of 128 bytes are swizzled.
+DEVICE BOperand swizzled(BOperand b) {
+#if MOET_SM == 90
+  b.high |= 1u << 30;
+#endif
+  return b;
+}
 // A named barrier that half of its threads wait at, once the other half has arrived.
 template <int THREADS_THERE>
 DEVICE void sync_turn(int barrier) {
@@ -109,11 +117,12 @@ DEVICE void wide_mma(float* d, const uint32_t* a, BOperand b, int add) {
 #endif
 
 // chunk_mma for any number of token groups that tile_groups gives.
-template <int CODEC, int NT, int PAIR>
+// STEP: bytes from one instruction's columns to the next one's.
+template <int CODEC, int NT, int PAIR, int STEP = 256>
 DEVICE void wide_chunk(float* part, const uint32_t (*a)[4], BOperand b, const RowScale& s) {
 #if MOET_SM == 90
 #pragma unroll
-  for (int j = 0; j < 4; j++) wide_mma<CODEC, NT>(part, a[j], b_advance(b, 256 * j), j > 0);
+  for (int j = 0; j < 4; j++) wide_mma<CODEC, NT>(part, a[j], b_advance(b, STEP * j), j > 0);
 #else
   chunk_mma<CODEC, NT, PAIR>(part, a, b, s);
 #endif
