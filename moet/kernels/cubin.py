@@ -135,11 +135,13 @@ class Kernels:
         shared_bytes: int,
         args: ctypes.Structure,
         overlap: bool = True,
+        cluster: int = 1,
     ) -> None:
         """Launch on torch's current stream; `args` is the kernel's one parameter.
 
         overlap: the kernel may begin before the one ahead of it in the stream has ended; it waits
-        for that one itself before it reads what that one wrote.
+        for that one itself before it reads what that one wrote. cluster: CTAs, neighbours in x,
+        that run at the same time and may read each other's shared memory.
         """
         driver = self._driver
         function = self._function(name, shared_bytes)
@@ -154,7 +156,13 @@ class Kernels:
             driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         )
         attribute.value.programmaticStreamSerializationAllowed = int(overlap)
-        config.attrs, config.numAttrs = [attribute], 1
+        attributes = [attribute]
+        if cluster > 1:
+            attributes.append(driver.CUlaunchAttribute())
+            attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            dimension = attributes[-1].value.clusterDim
+            dimension.x, dimension.y, dimension.z = cluster, 1, 1
+        config.attrs, config.numAttrs = attributes, len(attributes)
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
         launched = driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0)
         self._checked(launched, name)

@@ -18,8 +18,6 @@ from moet.kernels import layout, prefill_gemm
 from moet.kernels.quant import Activations, as_activations
 from moet.kernels.stream_experts import Work, quantise
 from moet.kernels.stream_gemm import (
-    INSTANCES,
-    Codec,
     Instance,
     Launcher,
     Output,
@@ -29,6 +27,7 @@ from moet.kernels.stream_gemm import (
     choose,
     num_stages,
     pointer,
+    rows_at_once,
     run,
 )
 
@@ -207,22 +206,6 @@ def _tiled(x: Activations, weight: StreamLinear, output: Output) -> bool:
         return False
     head = x.num_rows > 8 and output == "f32" and weight.out_features >= WIDE_OUTPUTS
     return head or (x.num_rows > TILE_ROWS and weight.out_features >= TILED_OUTPUTS)
-
-
-def rows_at_once(
-    launcher: Launcher, codec: Codec, output: Output, num_rows: int, slice_stages: int
-) -> int:
-    """How many rows a pass over the weights serves: as few passes as shared memory allows."""
-    for rows in (32, 16):
-        kind = (codec, rows, output, False)
-        fits = any(
-            i.shared_bytes(slice_stages) <= launcher.max_shared_bytes
-            for i in INSTANCES
-            if (i.codec, i.rows, i.output, i.quantise) == kind
-        )
-        if num_rows > rows // 2 and fits:
-            return rows
-    return 8
 
 
 def _e4m3(x: Activations, device: Device, *, wide: bool) -> tuple[Tensor, Tensor | None]:

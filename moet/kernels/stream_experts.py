@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from moet.kernels.stream_gemm import (
     choose,
     num_stages,
     pointer,
+    rows_at_once,
     run,
 )
 
@@ -439,18 +440,25 @@ class SharedExpert:
         """q: [T, D] e4m3 in MMA order with scale [T, ceil(D/128)]. Returns [T, D] bf16."""
         h = torch.empty(q.shape[0], self.intermediate_size, dtype=torch.bfloat16, device=q.device)
         args = self.up_arguments(q, scale, h, limit, error)
+        stages = num_stages("fp8", args.chunks, 1, 1)
+        rows = rows_at_once(launcher, "fp8", "swiglu", q.shape[0], stages)
         instance = choose(
             "fp8",
-            8,
+            rows,
             "swiglu",
             quantise=False,
             wide=True,
-            stages=num_stages("fp8", args.chunks, 1, 1),
+            stages=stages,
             max_shared_bytes=launcher.max_shared_bytes,
         )
         if q.shape[0]:
-            run(launcher, instance, args, items=-(-q.shape[0] // 8) * args.tiles)
-        return self.down(launcher, h, None, error=error, workspace=workspace)
+            run(launcher, instance, args, items=-(-q.shape[0] // rows) * args.tiles)
+        options: dict[str, Any] = {"error": error, "workspace": workspace}
+        stages = num_stages("fp8", self.down.chunks, 1, 1)
+        rows = rows_at_once(launcher, "fp8", "bf16", q.shape[0], stages)
+        if rows > 8:
+            return self.down(launcher, *quantise(launcher, h), rows=rows, **options)
+        return self.down(launcher, h, None, **options)
 
     def up_arguments(
         self, q: Tensor, scale: Tensor, h: Tensor, limit: float | None, error: Tensor

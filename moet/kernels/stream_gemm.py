@@ -83,6 +83,7 @@ class Launcher(Protocol):
         threads: int,
         shared_bytes: int,
         args: ctypes.Structure,
+        cluster: int = 1,
     ) -> None: ...
 
 
@@ -102,6 +103,11 @@ class Instance:
         quant = "_quant" if self.quantise else ""
         wide = "_wide" if self.ctas_per_sm == 2 else ""
         return f"stream_{self.codec}_n{self.rows}{quant}_{self.output}{wide}"
+
+    @property
+    def split(self) -> str:
+        """The one whose clusters sum the slices of the columns, if it is among SPLITS."""
+        return self.name.removesuffix("_wide") + "_split"
 
     def shared_bytes(self, slice_stages: int) -> int:
         """Activations of a slice, their scales, two reduction buffers and the ring."""
@@ -136,11 +142,21 @@ INSTANCES = (
     Instance("fp8", 8, "bf16", True, 2, 2),
     Instance("fp8", 8, "swiglu", False, 1, 3),  # where shared memory is small
     Instance("fp8", 8, "swiglu", False, 2, 2),
+    Instance("fp8", 32, "swiglu", False, 2, 2),
     Instance("bf16", 8, "f32", False, 2, 2),
     Instance("bf16", 16, "f32", False, 2, 2),
     Instance("bf16", 32, "f32", False, 2, 2),
     Instance("bf16", 8, "bf16", False, 2, 2),
     Instance("bf16", 16, "bf16", False, 2, 2),
+)
+
+
+SPLIT_SLICES = 8  # clusters are faster than the last to arrive for so many slices, not for fewer
+SPLITS = (
+    "stream_fp8_n8_bf16_split",
+    "stream_fp8_n16_bf16_split",
+    "stream_fp8_n32_bf16_split",
+    "stream_fp8_n8_quant_bf16_split",
 )
 
 
@@ -176,6 +192,22 @@ def choose(
     return (wide_ones or fitting)[0] if wide or not narrow else narrow[0]
 
 
+def rows_at_once(
+    launcher: Launcher, codec: Codec, output: Output, num_rows: int, slice_stages: int
+) -> int:
+    """How many rows a pass over the weights serves: as few passes as shared memory allows."""
+    for rows in (32, 16):
+        kind = (codec, rows, output, False)
+        fits = any(
+            i.shared_bytes(slice_stages) <= launcher.max_shared_bytes
+            for i in INSTANCES
+            if (i.codec, i.rows, i.output, i.quantise) == kind
+        )
+        if num_rows > rows // 2 and fits:
+            return rows
+    return 8
+
+
 def num_stages(codec: str, chunks: int, segments: int, slices: int) -> int:
     """Stages of the ring that one slice of the columns passes through."""
     return -(-chunks // CHUNKS_PER_STAGE[codec]) * segments // slices
@@ -208,15 +240,17 @@ def run(
 ) -> None:
     """Launch on at most `items` items. half_stages: where the sum is halved; 0: in the middle."""
     stages = complete(args, instance.codec, half_stages)
-    grid = launcher.num_sms * instance.resident(stages, launcher.max_shared_bytes)
-    grid = max(1, min(items, grid))
+    resident = launcher.num_sms * instance.resident(stages, launcher.max_shared_bytes)
+    split = args.slices == SPLIT_SLICES and items <= resident and instance.split in SPLITS
+    grid = max(1, min(items, resident))
     share_among(args, grid, items)
     launcher.launch(
-        instance.name,
+        instance.split if split else instance.name,
         grid=grid,
         threads=THREADS,
         shared_bytes=instance.shared_bytes(stages),
         args=args,
+        cluster=args.slices if split else 1,
     )
 
 

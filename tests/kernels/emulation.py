@@ -36,6 +36,7 @@ class Emulator:
         threads: int,
         shared_bytes: int,
         args: ctypes.Structure,
+        cluster: int = 1,
     ) -> None:
         assert shared_bytes <= self.max_shared_bytes
         symbol = f"emulate_{name}"

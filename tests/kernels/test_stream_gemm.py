@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moet.kernels import layout
+from moet.kernels import layout, stream_gemm
 from moet.kernels.layout import ExpertRows, Mxfp4Rows, W2Rows
 from moet.kernels.moe import (
     ExpertTable,
@@ -336,3 +338,43 @@ def test_shared_expert_matches_float64(launcher: Emulator) -> None:
     h = swiglu(a.bfloat16(), b.bfloat16(), limit=10.0).bfloat16()
     values = torch.stack([v * s for v, s in map(quantised, h)])
     assert relative(out, values @ (w2[0].double() * 2.0**-4).T) < 2**-7
+
+
+def test_clusters_sum_slices_like_the_last_to_arrive(
+    launcher: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = replace(launcher, num_sms=16)
+    weight = torch.randn(64, 4096, generator=torch.Generator().manual_seed(2))
+    linear = StreamLinear.fp8(weight.to(torch.float8_e4m3fn), torch.ones(1, 32))
+    assert linear.slices(wide) == stream_gemm.SPLIT_SLICES
+    q, scale, _ = activations(3, 4096, 1)
+    space, launched = Workspace.allocate("cpu", 8 * 3 * 64, 8), []
+    monkeypatch.setattr(
+        Emulator,
+        "launch",
+        lambda self, name, launch=Emulator.launch, **how: (
+            launched.append(name),
+            launch(self, name, **how),
+        ),
+    )
+    apart = linear(wide, q, scale, error=ERROR, workspace=space)
+    monkeypatch.setattr(stream_gemm, "SPLITS", ())
+    assert torch.equal(linear(wide, q, scale, error=ERROR, workspace=space), apart)
+    assert launched == ["stream_fp8_n8_bf16_split", "stream_fp8_n8_bf16_wide"]
+
+
+def test_a_shared_expert_of_many_rows_has_their_bits(launcher: Emulator) -> None:
+    rng = torch.Generator().manual_seed(4)
+
+    def dense(n: int, k: int) -> tuple[Tensor, Tensor]:
+        weight = torch.randn(n, k, generator=rng).to(torch.float8_e4m3fn)
+        return weight, torch.full((-(-n // 128), -(-k // 128)), 2.0**-4)
+
+    expert = SharedExpert.fp8(dense(96, 160), dense(96, 160), dense(160, 96))
+    x = torch.randn(30, 160, generator=rng).bfloat16()
+    codes, scale = quantise(launcher, x)
+    options = {"limit": 10.0, "error": ERROR, "workspace": None}
+    together = expert(launcher, codes, scale, **options)  # type: ignore[arg-type]
+    for rows in (slice(0, 1), slice(22, 30)):
+        some = expert(launcher, codes[rows], scale[rows], **options)  # type: ignore[arg-type]
+        assert torch.equal(some, together[rows])

@@ -186,10 +186,8 @@ struct Block {
   }
 };
 // All blocks in turn, each until it ends or waits for another one.
-inline int run_together(int grid, int threads, int shared_bytes, std::function<void()> kernel) {
-  body = std::move(kernel);
+inline int run_blocks(std::vector<Block>& blocks, int first, int grid, int threads, int shared_bytes) {
   gridDim = {unsigned(grid), 1, 1};
-  std::vector<Block> blocks(grid);
   for (Block& b : blocks) {
     b.exchange(0);
     prepare_block(threads, shared_bytes);
@@ -197,12 +195,12 @@ inline int run_together(int grid, int threads, int shared_bytes, std::function<v
   }
   for (int round = 0; round < PATIENCE; round++) {
     bool waiting = false;
-    for (int i = grid - 1; i >= 0; i--) {  // the last first: it waits for those before it
+    for (int i = int(blocks.size()) - 1; i >= 0; i--) {  // the last first: it waits for those before it
       Block& b = blocks[i];
       if (b.progress != SPINNING) continue;
-      b.exchange(i);
+      b.exchange(first + i);
       Progress now = advance_block(threads);
-      b.exchange(i);
+      b.exchange(first + i);
       b.progress = now;
       if (now == STUCK) return fail("a collective that not all threads reach");
       waiting = waiting || now == SPINNING;
@@ -210,6 +208,39 @@ inline int run_together(int grid, int threads, int shared_bytes, std::function<v
     if (!waiting) return 0;
   }
   return fail("blocks that wait for each other");
+}
+inline int run_together(int grid, int threads, int shared_bytes, std::function<void()> kernel) {
+  body = std::move(kernel);
+  std::vector<Block> blocks(grid);
+  return run_blocks(blocks, 0, grid, threads, shared_bytes);
+}
+
+// Clusters one after the other, the blocks of one together.
+inline std::vector<Block>* cluster;
+inline unsigned first_of_cluster, arrived;
+inline int run_clusters(int grid, int of, int threads, int shared_bytes, std::function<void()> kernel) {
+  body = std::move(kernel);
+  for (first_of_cluster = 0; first_of_cluster < unsigned(grid); first_of_cluster += of) {
+    std::vector<Block> blocks(of);
+    cluster = &blocks, arrived = 0;
+    int failed = run_blocks(blocks, first_of_cluster, grid, threads, shared_bytes);
+    cluster = nullptr;
+    if (failed) return 1;
+  }
+  return 0;
+}
+inline void meet_cluster() {
+  unsigned everybody = cluster->size() * fibers.size(), until = (arrived++ / everybody + 1) * everybody;
+  while (arrived < until) pause(SPIN);
+}
+inline uint8_t* aligned(std::vector<uint8_t>& memory) {
+  return reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(memory.data()) + 1023) / 1024 * 1024);
+}
+template <typename T>
+const T* of_rank(const T* mine, int rank) {
+  if (blockIdx.x == first_of_cluster + rank) return mine;
+  auto offset = reinterpret_cast<const uint8_t*>(mine) - aligned(shared_memory);
+  return reinterpret_cast<const T*>(aligned((*cluster)[rank].shared_memory) + offset);
 }
 
 inline float e4m3(uint8_t v) {

@@ -25,9 +25,23 @@ STREAM(stream_fp8_n32_bf16_wide, FP8, 4, STORE_BF16, 2, false, false, 2)
 STREAM(stream_fp8_n8_f32_wide, FP8, 1, STORE_F32, 2, false, true, 2)
 STREAM(stream_fp8_n8_quant_bf16_wide, FP8, 1, STORE_BF16, 2, true, true, 2)
 STREAM(stream_fp8_n8_swiglu, FP8, 1, SWIGLU, 1, false, false, 3)
+STREAM(stream_fp8_n32_swiglu_wide, FP8, 4, SWIGLU, 2, false, false, 2)
 STREAM(stream_fp8_n8_swiglu_wide, FP8, 1, SWIGLU, 2, false, true, 2)
 STREAM(stream_bf16_n8_f32_wide, BF16, 1, STORE_F32, 2, false, true, 2)
 STREAM(stream_bf16_n16_f32_wide, BF16, 2, STORE_F32, 2, false, false, 2)
 STREAM(stream_bf16_n32_f32_wide, BF16, 4, STORE_F32, 2, false, false, 2)
 STREAM(stream_bf16_n8_bf16_wide, BF16, 1, STORE_BF16, 2, false, true, 2)
 STREAM(stream_bf16_n16_bf16_wide, BF16, 2, STORE_BF16, 2, false, false, 2)
+
+// Of products in so few tiles that their columns are cut in eight: clusters sum the slices.
+#undef STREAM
+#define STREAM(name, codec, nt, epilogue, quantise, overlap, ctas)                     \
+  KERNEL(THREADS, ctas) name(GRID_CONSTANT StreamArgs args) {                          \
+    StreamGemm<codec, nt, epilogue, 2, quantise, overlap, true>(args).run();           \
+  }                                                                                    \
+  CLUSTERED(name, StreamArgs, THREADS)
+
+STREAM(stream_fp8_n8_bf16_split, FP8, 1, STORE_BF16, false, true, 2)
+STREAM(stream_fp8_n16_bf16_split, FP8, 2, STORE_BF16, false, false, 2)
+STREAM(stream_fp8_n32_bf16_split, FP8, 4, STORE_BF16, false, false, 2)
+STREAM(stream_fp8_n8_quant_bf16_split, FP8, 1, STORE_BF16, true, true, 2)

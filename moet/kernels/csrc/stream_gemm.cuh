@@ -7,10 +7,12 @@
 // its own words through a private ring in shared memory, so copies need no barriers. A row's result
 // does not depend on the other rows, on the grid, or on who took the item.
 #pragma once
+#include "cluster.cuh"
 #include "grid_sync.cuh"
 #include "nvfp4.cuh"
 
 constexpr int THREADS = 256;
+constexpr int MAX_CLUSTER = 8;
 
 struct alignas(16) Entry {
   int slot;    // where the weights are; row of `weights`
@@ -105,7 +107,8 @@ DEVICE float swiglu_of(float gate, float up, float limit) {
 enum Epilogue { STORE_F32, STORE_BF16, SWIGLU };
 enum ErrorBit { INVALID_SLOT = 1, INVALID_COUNT = 2 };
 
-template <int CODEC, int NT, int EPILOGUE, int STAGES, bool QUANTISE, bool OVERLAP>
+// CLUSTER: the CTAs of a cluster have the slices of one item, one each, and sum them among themselves.
+template <int CODEC, int NT, int EPILOGUE, int STAGES, bool QUANTISE, bool OVERLAP, bool CLUSTER = false>
 struct StreamGemm {
   static constexpr int CPS = chunks_per_stage(CODEC);
   static constexpr int CODE_BYTES = CODEC == NVFP4 ? 1024 : chunk_bytes(CODEC);
@@ -448,7 +451,8 @@ struct StreamGemm {
 #pragma unroll
       for (int i = 0; i < 4 * NT; i++) halves[0][i] = halves[1][i] = sum[i] = 0.0f;
       uint32_t base = 0;
-      int to_close = stages_per_segment - (slice * slice_stages + first_stage()) % stages_per_segment;
+      int before = slice * slice_stages + first_stage();
+      int to_close = stages_per_segment * (divide(before, p.inverse.segment_stages) + 1) - before;
 #pragma unroll 1
       for (int stage = first_stage(); stage < end_stage(); stage++) {
         wait_copies<STAGES - 1>();
@@ -493,7 +497,7 @@ struct StreamGemm {
   // Divides the items among CTAs, as single items or in pairs (of one entry), whichever ends sooner.
   DEVICE void start() {
     int items = num_items(), pairs = items / 2;
-    shared = ALWAYS_SHARED || p.tiles_per_segment % 2 != 0 || p.slices != 1 || 2 * share(pairs + ctas - 1) > share(items + ctas - 1);
+    shared = ALWAYS_SHARED || CLUSTER || p.tiles_per_segment % 2 != 0 || p.slices != 1 || 2 * share(pairs + ctas - 1) > share(items + ctas - 1);
     int unit = shared_items() ? 1 : 2, units = items / unit;
     int each = share(units), more = units - each * ctas;  // CTAs that take one more than each
     first_item = (each * cta + (cta < more ? cta : more)) * unit;
@@ -521,9 +525,12 @@ struct StreamGemm {
         for (int i = 0; i < 4 * NT; i++) mine[i * 128] = total[i];
       }
       sync_threads();
-      if (group == 1) return;
+      if (group == 0) {
 #pragma unroll
-      for (int i = 0; i < 4 * NT; i++) total[i] += mine[i * 128];
+        for (int i = 0; i < 4 * NT; i++) total[i] += mine[i * 128];
+      }
+      if constexpr (CLUSTER) sum_cluster(t, at, total);
+      if (CLUSTER || group == 1) return;
     }
     if constexpr (EPILOGUE == SWIGLU) {
       // The up rows travel from warps 2, 3 to warps 0, 1, which hold the same rows of gate: through
@@ -575,6 +582,38 @@ struct StreamGemm {
       else
         static_cast<float*>(p.out)[at] = v;
     });
+  }
+
+  // Every CTA adds all slices, in their order, of its share of the outputs.
+  DEVICE void sum_cluster(const Entry& t, const Cursor& at, const float* total) {
+    float* mine = reduction + (tid & 127);
+    if (group == 0) {
+#pragma unroll
+      for (int i = 0; i < 4 * NT; i++) mine[i * 128] = total[i];
+    }
+    sync_slices();
+    if (group == 0) {
+#pragma unroll 1
+      for (int i = at.slice; i < 4 * NT; i += p.slices) {
+        float part[MAX_CLUSTER];
+#pragma unroll
+        for (int s = 0; s < MAX_CLUSTER; s++) part[s] = s < p.slices ? load_of_rank(mine + i * 128, s) : -0.0f;
+        float sum = part[0];
+#pragma unroll
+        for (int s = 1; s < MAX_CLUSTER; s++) sum += part[s];
+        store_one(t, at.in_segment, i, sum);
+      }
+    }
+    sync_slices();  // until here others may read
+  }
+  DEVICE void store_one(const Entry& t, int tile, int i, float v) const {
+    int token = 8 * (i >> 2) + 2 * (lane & 3) + (i & 1), column = tile * 64 + warp * 16 + (lane >> 2) + 8 * (i >> 1 & 1);
+    if (token >= t.count || column >= p.columns) return;
+    uint64_t to = uint64_t(source_row(t, token)) * p.ld_out + column;
+    if constexpr (EPILOGUE == STORE_BF16)
+      static_cast<uint16_t*>(p.out)[to] = to_bf16(v);
+    else
+      static_cast<float*>(p.out)[to] = v;
   }
 
   // The last slice to arrive adds all of them, in order of the slices, whoever it is. Warpgroup 0.
