@@ -21,7 +21,7 @@ from moet.kernels.stream_gemm import Launcher, pointer
 MAX_EXPERTS = 1024  # of a layer, in the kernel: one thread each
 RESOLVE_THREADS = 1024
 FETCH_THREADS = 256
-FETCH_CTAS = 16  # saturate a PCIe 5 link (8 reach four fifths of it) and leave most SMs to others
+FETCH_CTAS = 16  # to saturate a PCIe 5 link; 8 were estimated to reach four fifths of it
 RESOLVE_SHARED_BYTES, FETCH_SHARED_BYTES = 4 * (4 * RESOLVE_THREADS + 3), 4 * 2 * MAX_EXPERTS
 ERROR_CAPACITY, ERROR_TIMEOUT, ERROR_READ = 1 << 8, 1 << 9, 1 << 10  # bits of the error word
 
