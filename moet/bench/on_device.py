@@ -20,7 +20,7 @@ from moet.kernels.device_gemm import Device
 from moet.kernels.registry import watching
 from moet.models.config_json import read_config
 from moet.runtime.device_runner import DeviceModel
-from moet.runtime.device_start import load_dummy, load_pack, place, settle_device
+from moet.runtime.device_start import load_dummy, load_pack, place, plan_device, settle_device
 from moet.runtime.dummy import dummy_folder
 from moet.runtime.text_side import model_folder
 
@@ -50,7 +50,9 @@ def measure(config: EngineConfig, gpu: Device, shape: Shape, *, num_steps: int) 
             model, experts = load_dummy(config, raw, gpu, lambda stage, done: None)
         else:
             pack = pack_of(config.model)
-            model, experts = load_pack(config, pack, gpu, lambda stage, done: None)
+            config, plan = plan_device(config, pack.config, gpu)
+            model, served = load_pack(config, pack, gpu, lambda stage, done: None, plan)
+            experts = served.precisions.drafting
     rig = DeviceRig(
         cast(DeviceModel, model),
         experts,

@@ -30,7 +30,9 @@ from tests.models.hash_weights import (
 
 # Model and arithmetic: without rounding, or as deployed over the narrowest rows there are.
 Case = Literal["v4 exact", "v4 deployed", "glm deployed"]
-CASES = pytest.mark.parametrize("case", ["v4 exact", "v4 deployed", "glm deployed"])
+CASES = pytest.mark.parametrize(
+    "case", [pytest.param("v4 exact", marks=pytest.mark.deep), "v4 deployed", "glm deployed"]
+)
 GLM = GlmMoeDsaConfig.from_dict(tiny(vocab_size=257, num_hidden_layers=5))
 PREFIX = GOLDEN_IDS[:256]  # full pages of either model
 REQUESTS = [

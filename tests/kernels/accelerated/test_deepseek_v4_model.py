@@ -52,6 +52,7 @@ def run_from(rig: Rig, start: int, chunks: list[int]) -> torch.Tensor:
     return torch.cat(logits)
 
 
+@pytest.mark.deep
 def test_the_ops_make_a_model(rigs: tuple[Rig, Rig]) -> None:
     """Experts of a random model are chosen by a hair, so last-bit noise turns some rows over.
 

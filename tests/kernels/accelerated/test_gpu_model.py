@@ -63,6 +63,7 @@ def test_chunks_and_decoded_rows_follow_the_reference(pair: Pair) -> None:
     assert int(pair.gpu.model.device.error) == 0
 
 
+@pytest.mark.deep
 def test_fill_rows_change_nothing(pair: Pair) -> None:
     model, kv = pair.gpu.model, pair.gpu.kv
     assert isinstance(model.device, Device)
