@@ -3,8 +3,11 @@ sequences that leave their slot for a while among them, and ranks that differ ar
 
 from __future__ import annotations
 
+import os
 import socket
+import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 import pytest
@@ -69,15 +72,37 @@ def together(leading_model: StepFakeModel, following_model: StepFakeModel) -> di
     return answers
 
 
-def test_two_ranks_answer_as_one() -> None:
+def agree() -> None:
     core = placed_core(model(), Placement(CpuQueue(), Tape()), **SETTINGS)
     expected = run(core, requests())
     assert core.stats().num_preemptions > 0
     assert together(model(), model()) == expected
 
 
-def test_a_rank_that_samples_other_tokens_ends_the_group() -> None:
+def differ() -> None:
     other = model()
     other.vocab_size -= 1  # of its hashes
     with pytest.raises(GroupError, match=r"rank 1 \(stage 0, tensor rank 1\) disagrees"):
         together(model(), other)
+
+
+def alone(name: str) -> None:
+    """Runs a function and ends the process at once, as ranks end."""
+    try:
+        {"agree": agree, "differ": differ}[name]()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("name", ["agree", "differ"])
+def test_two_ranks_answer_as_one_or_end(name: str) -> None:
+    """In a process of its own: connections of a broken group may wait for ever when collected."""
+    process = get_context("spawn").Process(target=alone, args=(name,))
+    process.start()
+    process.join(120)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+    assert process.exitcode == 0
