@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.gpu import open_gpu
 from moet.config import ModelSettings
 from moet.kernels import device_moe, prefill_gemm, stream_experts
 from moet.kernels.device_gemm import Device
@@ -32,7 +33,7 @@ from moet.kernels.stream_gemm import Launcher
 from moet.models.base import ForwardInput
 from moet.models.deepseek_v4 import DeepseekV4
 from moet.models.dummy import DummyOptions
-from moet.runtime.dummy import dummy_model, open_device, preset_config
+from moet.runtime.dummy import dummy_model, preset_config
 
 SPLITS = ((2048, (1024, 1024)), (2048, (700, 1348)), (1024, (512, 512)), (700, (256, 444)))
 PAGE = 256
@@ -407,9 +408,7 @@ def main() -> None:
     parser.add_argument("--storm", type=float, default=0.0)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    device = open_device()
-    if device is None:
-        raise SystemExit("no GPU that kernels are built for")
+    device = open_gpu()
     results: Results = {"hardware": torch.cuda.get_device_name()}
     if args.storm:
         results["storm"] = storm(device, args.storm)

@@ -37,12 +37,12 @@ from bench.experts_rig import (
     compare,
     link_rate,
 )
+from bench.gpu import milliseconds, open_gpu
 from bench.gpu_model import PAGE, kernels_of, state
 from moet.errors import ConfigError
 from moet.kernels.device_gemm import Device
 from moet.kernels.expert_cache_device import bring_on_device, fetch_on_device, resolve_on_device
 from moet.models.base import ResidentProvider
-from moet.runtime.dummy import open_device
 from moet.runtime.experts.disk import RowFile
 from moet.runtime.experts.feeder import RowFeeder
 from moet.runtime.experts.gpu import CachedExperts, HostSide
@@ -299,21 +299,7 @@ def timeline(call: Callable[[], object], count: int = 48) -> list[str]:
 
 def repeated(call: Callable[[], None], times: int = 20) -> float:
     """Microseconds of one of several launches in a graph."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        for _ in range(times):
-            call()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for _ in range(2):
-        begin.record()
-        graph.replay()
-        end.record()
-    torch.cuda.synchronize()
-    return round(begin.elapsed_time(end) * 1e3 / times, 2)
+    return round(1e3 * milliseconds(call, repeats=times, rounds=1), 2)
 
 
 # Prompts
@@ -575,9 +561,7 @@ def main() -> None:
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
-    device = open_device()
-    if device is None:
-        raise SystemExit("no GPU that kernels are built for")
+    device = open_gpu()
     results: Results = {
         "hardware": torch.cuda.get_device_name(),
         "commit": args.commit,

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.gpu import milliseconds, open_gpu
 from moet.config import ModelSettings
 from moet.kernels.device_gemm import (
     Device,
@@ -35,34 +36,12 @@ from moet.kernels.rows import Rows
 from moet.models.base import ForwardInput, ResidentProvider
 from moet.models.deepseek_v4 import DeepseekV4
 from moet.models.dummy import DummyOptions
-from moet.runtime.dummy import dummy_model, open_device, preset_config
+from moet.runtime.dummy import dummy_model, preset_config
 
 ROW_COUNTS = (1, 3, 8, 32, 96, 300)
 PAGE = 256
 
 Results = dict[str, Any]
-
-
-def milliseconds(call: Callable[[], object], *, repeats: int = 10, rounds: int = 5) -> float:
-    """Median time of one call inside a captured graph."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        for _ in range(repeats):
-            call()
-    times = []
-    for _ in range(rounds + 1):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) / repeats)
-    return sorted(times[1:])[rounds // 2]
 
 
 def relative(found: Tensor, wanted: Tensor) -> float:
@@ -89,7 +68,8 @@ def products(device: Device) -> Results:
             got = call(x[:rows])
             same = torch.equal(got[: len(alone)], alone[:rows])
             error = relative(got.flatten(1), exact[:rows].flatten(1))
-            times[rows] = round(1e3 * milliseconds(lambda rows=rows: call(x[:rows])), 1)
+            ms = milliseconds(lambda rows=rows: call(x[:rows]), repeats=10, rounds=5)
+            times[rows] = round(1e3 * ms, 1)
             if not same or error > 2**-7:
                 found[f"{name} T={rows} WRONG"] = {"same": same, "error": error}
         found[f"{name} us"] = times
@@ -218,7 +198,7 @@ def full_model(device: Device, num_layers: int | None) -> Results:
                     "deviation": round(float(out.std()), 3),
                     "twice the same": bool(torch.equal(out, again)),
                     "distinct experts": round(distinct_experts(model, run), 1),
-                    "ms": round(milliseconds(run, repeats=1), 3),
+                    "ms": round(milliseconds(run, repeats=1, rounds=5), 3),
                 }
                 entry["kernels"], lines = kernels_of(run)
                 found[name] = entry | {"top": lines}
@@ -284,9 +264,7 @@ def main() -> None:
     parser.add_argument("--parts", default="products,model,logits")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    device = open_device()
-    if device is None:
-        raise SystemExit("no GPU that kernels are built for")
+    device = open_gpu()
     parts: dict[str, Callable[[], Results]] = {
         "products": lambda: products(device),
         "logits": lambda: logits(device),

@@ -22,57 +22,27 @@ from typing import Any
 
 import torch
 
+from bench.gpu import milliseconds, open_gpu
 from bench.gpu_model import PAGE, kernels_of, state
 from bench.kernels.prefill import EXPERTS, TOP_K, routed
 from bench.kernels.rig import DEVICE, Bench, random_pool
-from bench.ops import milliseconds
 from moet.config import ModelSettings
-from moet.kernels import device_attention, prefill_gemm
+from moet.kernels import prefill_gemm
 from moet.kernels.device_gemm import Device
 from moet.kernels.layout import W2Rows
 from moet.kernels.stream_gemm import StreamLinear
 from moet.models.base import ForwardInput, ResidentProvider
 from moet.models.deepseek_v4 import DeepseekV4
 from moet.models.dummy import DummyOptions
-from moet.runtime.dummy import dummy_model, open_device, preset_config
+from moet.runtime.dummy import dummy_model, preset_config
 
-FORMS = (False, True)  # whether warpgroups take turns
+FORMS = (False, True)
 OPS = ("attention", "index", "query_heads", "hc_", "inputs")
 DENSE = ((8192, 1536, 4096), (8192, 32768, 1024), (8192, 4096, 8192), (1024, 4096, 8192))
 
 
-def with_turns(form: bool, call: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """A product whose warpgroups multiply in turn, or as it happens."""
-    prefill_gemm.TAKE_TURNS = form
-    return call()
-
-
-def compare(bench: Bench, name: str, flops: float, call: Callable[[], torch.Tensor]) -> None:
-    """The forms of one product: the same bits, and how fast each is."""
-    free = with_turns(False, call).clone()
-    ordered = with_turns(True, call)
-    same = torch.equal(free, ordered) and torch.equal(ordered, with_turns(True, call))
-    bench.add(f"{name}, turns have the same bits", float(same), "", "higher", None, 1.0)
-    for form in FORMS:
-        prefill_gemm.TAKE_TURNS = form
-        us = bench.time_us([call] * 2)
-        bench.computed(f"{name}, turns {form}", "", us, flops, 0.0)
-
-
-def dense(bench: Bench, t: int, n: int, k: int) -> None:
-    plane = torch.randint(0, 0x60, (n, k), dtype=torch.uint8, device=DEVICE)
-    scale = torch.full((n // 128, k // 128), 2.0**-8, device=DEVICE)
-    weight = StreamLinear("fp8", plane, scale, n, k)
-    x = torch.randn(t, k, device=DEVICE).bfloat16()
-    tiles = prefill_gemm.make_tiles(bench.kernels, x)
-
-    def call() -> torch.Tensor:
-        return prefill_gemm.linear(bench.kernels, weight, tiles, t, error=bench.error)
-
-    compare(bench, f"fp8 {t} x {n}x{k}", 2.0 * t * n * k, call)
-
-
 def experts(bench: Bench, tokens: int) -> None:
+    """A layer's experts: how fast."""
     format = W2Rows(4096, 2048)
     pool, ids = random_pool(format, EXPERTS), routed(tokens, 0.5)
     slot_of = torch.arange(EXPERTS, device=DEVICE)
@@ -85,7 +55,7 @@ def experts(bench: Bench, tokens: int) -> None:
         )
 
     flops = 6.0 * tokens * TOP_K * 4096 * 2048
-    compare(bench, f"w2 layer {tokens} tokens", flops, call)
+    bench.computed(f"w2 layer {tokens} tokens", "", bench.time_us([call] * 2), flops, 0.0)
 
 
 def plan(bench: Bench, tokens: int) -> None:
@@ -145,36 +115,12 @@ def swizzled(bench: Bench) -> None:
     )
 
 
-def attention(bench: Bench, rows: int, context: int) -> None:
-    """The chunk attention kernel with and without turns."""
-    from tests.kernels.accelerated.released import Released
-
-    step = Released(rows, context, DEVICE, chunk=True)
-    for name, call in step.ops().items():
-        if not (name.startswith("attention") and name.endswith("_cuda")):
-            continue
-        made = []
-        for form in FORMS:
-            device_attention.TAKE_TURNS = form
-            made.append(call())
-            us = bench.time_us([call] * 2)
-            bench.add(f"{name}, {rows} rows, turns {form}", us, "us", "lower", None, 0.0)
-        assert isinstance(made[0], torch.Tensor)
-        assert isinstance(made[1], torch.Tensor)
-        same = torch.equal(made[0], made[1])
-        bench.add(f"{name}, turns have the same bits", float(same), "", "higher", None, 1.0)
-
-
 def products(device: Device) -> Any:
     bench = Bench(device.launcher, device.error)  # type: ignore[arg-type]
     bench.attempt(swizzled)
-    for shape in DENSE:
-        bench.attempt(dense, *shape)
     for tokens in (8192, 1024):
         bench.attempt(plan, tokens)
         bench.attempt(experts, tokens)
-    bench.attempt(attention, 8192, 8192)
-    bench.attempt(attention, 1024, 102400)
     return {"rows": bench.rows, "failures": bench.failures, "error": int(device.error)}
 
 
@@ -247,23 +193,21 @@ def model(device: Device, num_layers: int | None, all_forms: bool) -> Any:
     kept: dict[int, torch.Tensor] = {}
     for attends in FORMS if all_forms else (True,):
         prompts = Prompts(replace(device, chunk_attention=attends), num_layers)
-        for form in FORMS if all_forms else (False,):
-            prefill_gemm.TAKE_TURNS = device_attention.TAKE_TURNS = form
-            name = f"chunk attention {attends}, turns {form}"
-            try:
-                for size in (8192, 2048, 1024, 512):
-                    logits = prompts.run(8192, size)
-                    same = torch.equal(logits, kept.setdefault(0, logits))
-                    ms = prompts.milliseconds(8192, size)
-                    entry = {"ms": round(ms, 1), "tok/s": round(8192e3 / ms), "same bits": same}
-                    found[f"{name}, chunks of {size}"] = entry
-                    print(name, size, entry, flush=True)
-                _, lines = kernels_of(lambda p=prompts: p.run(8192, 8192))  # type: ignore[misc]
-                found[f"{name}, kernels"] = lines
-                print(*lines, sep="\n", flush=True)
-            except Exception:
-                found[f"{name} FAILED"] = traceback.format_exc()
-                print(traceback.format_exc(), flush=True)
+        name = f"chunk attention {attends}"
+        try:
+            for size in (8192, 2048, 1024, 512):
+                logits = prompts.run(8192, size)
+                same = torch.equal(logits, kept.setdefault(0, logits))
+                ms = prompts.milliseconds(8192, size)
+                entry = {"ms": round(ms, 1), "tok/s": round(8192e3 / ms), "same bits": same}
+                found[f"{name}, chunks of {size}"] = entry
+                print(name, size, entry, flush=True)
+            _, lines = kernels_of(lambda p=prompts: p.run(8192, 8192))  # type: ignore[misc]
+            found[f"{name}, kernels"] = lines
+            print(*lines, sep="\n", flush=True)
+        except Exception:
+            found[f"{name} FAILED"] = traceback.format_exc()
+            print(traceback.format_exc(), flush=True)
         del prompts
         gc.collect()
         torch.cuda.empty_cache()
@@ -279,9 +223,7 @@ def main() -> None:
     parser.add_argument("--commit", default="", help="what to call the sources that are measured")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    device = open_device()
-    if device is None:
-        raise SystemExit("no GPU that kernels are built for")
+    device = open_gpu()
     torch.manual_seed(0)
     parts: dict[str, Callable[[], Any]] = {
         "products": lambda: products(device),

@@ -25,6 +25,7 @@ from time import perf_counter
 
 import torch
 
+from bench.gpu import check_parts, open_gpu
 from bench.quality_tasks import STORY, TASKS, held_out
 from bench.step_h200 import CONTEXT, SEED, SKEW, Bench, Loop
 from bench.train_demo.corpus import Renderer
@@ -41,7 +42,7 @@ from moet.models.synthetic import MODEL_NAME
 from moet.runtime.device_runner import Placement
 from moet.runtime.device_sampler import Kind
 from moet.runtime.draft_length import fitted
-from moet.runtime.dummy import DummyModel, dummy_model, open_device, preset_config
+from moet.runtime.dummy import DummyModel, dummy_model, preset_config
 from moet.runtime.engine import Engine
 from moet.runtime.queues import CudaGraphs, CudaQueue
 from moet.types import SamplingParams
@@ -298,9 +299,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--commit", default="", help="what to call the sources that are measured")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    unknown = set(args.parts) - set(PARTS)
-    if unknown:
-        parser.error(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    check_parts(parser, args.parts, PARTS)
     return args
 
 
@@ -308,9 +307,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s", stream=sys.stdout)
     args = arguments()
     torch.manual_seed(0)
-    device = open_device()
-    if device is None:
-        sys.exit("there is no GPU that kernels were built for")
+    device = open_gpu()
     began_s = perf_counter()
     model = f"{MODEL_NAME}, w2, fp8 KV, dummy weights of seed {SEED} and skew {SKEW}"
     more: dict[str, object] = {"model": model, "acceptance": ACCEPTANCE, "context": CONTEXT}

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
+from bench.gpu import open_gpu
 from moet.bench.device_rig import DeviceRig
 from moet.bench.results import Row, report, write
 from moet.bench.rig import Shape
@@ -49,7 +50,7 @@ from moet.models.synthetic import MODEL_NAME as V4
 from moet.models.synthetic_glm import MODEL_NAME as GLM
 from moet.runtime.device_runner import Placement
 from moet.runtime.device_start import this_gpu
-from moet.runtime.dummy import DummyModel, dummy_model, open_device, preset_config
+from moet.runtime.dummy import DummyModel, dummy_model, preset_config
 from moet.runtime.memory import plan
 from moet.runtime.parallel.device import DeviceComm, connect
 from moet.runtime.parallel.group import LOOPBACK, Group, Place
@@ -380,8 +381,7 @@ def be_rank(args: argparse.Namespace) -> int:
     """Everything that one rank does."""
     logging.basicConfig(level=logging.INFO if args.rank == 0 else logging.WARNING)
     torch.cuda.set_device(args.rank)
-    device = open_device()
-    assert device is not None, "no GPU that kernels were built for"
+    device = open_gpu()
     more: dict[str, object] = {"layers": args.layers, "skew": SKEW, "seed": SEED}
     words = [w for w in sys.argv[1:] if not w.startswith(("--rank=", "--port="))]
     command = " ".join(["python -m bench.multi_gpu", *words])

@@ -14,12 +14,12 @@ import datetime
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.gpu import milliseconds
 from moet.kernels import device_streams, triton_attention
 from tests.kernels.accelerated.released import (
     DIM,
@@ -33,30 +33,7 @@ from tests.kernels.accelerated.released import (
     Released,
 )
 
-REPEATS, ROUNDS = 20, 7
 ROW_BYTES, KEY_BYTES = 584, 68
-
-
-def milliseconds(call: Callable[[], object]) -> float:
-    """Median over rounds of one call's time inside a captured graph."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        for _ in range(REPEATS):
-            call()
-    times = []
-    for _ in range(ROUNDS + 1):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) / REPEATS)
-    return sorted(times[1:])[ROUNDS // 2]
 
 
 def copy_rate() -> float:

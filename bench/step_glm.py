@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.gpu import check_parts, open_gpu
 from bench.step_h200 import GIB, Bench, op_rows, prompt_rows
 from moet.bench.device_rig import DeviceRig
 from moet.bench.device_step import OpRecorder
@@ -35,7 +36,7 @@ from moet.models.dummy import DummyOptions
 from moet.models.glm_moe_dsa_config import GlmMoeDsaConfig
 from moet.models.synthetic_glm import MODEL_NAME
 from moet.runtime.device_runner import Placement
-from moet.runtime.dummy import DummyModel, dummy_model, open_device, preset_config
+from moet.runtime.dummy import DummyModel, dummy_model, preset_config
 from moet.runtime.queues import CudaGraphs, CudaQueue
 
 RESULTS = Path(__file__).parent / "results" / "step_glm.json"
@@ -226,9 +227,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--commit", default="", help="what to call the sources that are measured")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args(given)
-    unknown = set(args.parts) - set(PARTS)
-    if unknown:
-        parser.error(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    check_parts(parser, args.parts, PARTS)
     return args
 
 
@@ -236,9 +235,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s", stream=sys.stdout)
     args = arguments()
     torch.manual_seed(0)
-    device = open_device()
-    if device is None:
-        sys.exit("there is no GPU that kernels were built for")
+    device = open_gpu()
     began_s = perf_counter()
     recorder = OpRecorder()
     tracer = Tracer(recorder)

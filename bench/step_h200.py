@@ -26,6 +26,7 @@ from time import perf_counter
 
 import torch
 
+from bench.gpu import check_parts, open_gpu
 from moet.bench.device_rig import DeviceRig, StepTimes
 from moet.bench.device_step import OpRecorder, profile_kernels, read_rate, time_ops
 from moet.bench.results import Row, report, write
@@ -38,7 +39,7 @@ from moet.models.synthetic import MODEL_NAME
 from moet.runtime.core import EngineCore
 from moet.runtime.device_runner import Placement
 from moet.runtime.device_sampler import Kind
-from moet.runtime.dummy import DummyModel, dummy_model, open_device, preset_config
+from moet.runtime.dummy import DummyModel, dummy_model, preset_config
 from moet.runtime.queues import CudaGraphs, CudaQueue, uncaptured
 from moet.types import Request, SamplingParams, TokenEvent
 
@@ -334,9 +335,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     args.parts = args.parts or (QUICK if args.quick else PARTS)
-    unknown = set(args.parts) - set(PARTS)
-    if unknown:
-        parser.error(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    check_parts(parser, args.parts, PARTS)
     return args
 
 
@@ -344,9 +343,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s", stream=sys.stdout)
     args = arguments()
     torch.manual_seed(0)
-    device = open_device()
-    if device is None:
-        sys.exit("there is no GPU that kernels were built for")
+    device = open_gpu()
     if args.experts:
         device = replace(device, paired_rows=FORMS[args.experts])
     began_s = perf_counter()

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from bench.gpu import open_gpu
 from bench.gpu_model import decode_rows, state
 from moet.bench.device_rig import DeviceRig
 from moet.bench.device_step import profile_kernels
@@ -32,7 +33,7 @@ from moet.models.deepseek_v4 import DeepseekV4
 from moet.models.dummy import DummyOptions
 from moet.models.synthetic import MODEL_NAME
 from moet.runtime.device_runner import Placement
-from moet.runtime.dummy import dummy_model, open_device, preset_config
+from moet.runtime.dummy import dummy_model, preset_config
 from moet.runtime.queues import CudaGraphs, CudaQueue
 
 SHAPES = ((1, 1), (1, 3), (8, 1), (32, 1))
@@ -97,9 +98,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    device = open_device()
-    if device is None:
-        raise SystemExit("no GPU that kernels are built for")
+    device = open_gpu()
     raw = preset_config(MODEL_NAME, "full", args.layers)
     made = dummy_model(raw, ModelSettings(arch=device.arch), device, options=DummyOptions(skew=0.5))
     model, results = made.model, dict[str, Any]()

@@ -16,25 +16,17 @@ from torch import Tensor
 
 from moet.kernels.rows import Rows
 from moet.models.base import ExpertProvider, ForwardInput, KVTensors, ModelOutput
+from moet.runtime.graph_runner import StepModel
 from moet.runtime.queues import Capture, Queue, Work
 
 FILL = -1  # the position of a row that is only there to fill a bucket
 
 
-class TargetModel(Protocol):
-    """A model that runs on a step's input, and on tensors alone."""
+class TargetModel(StepModel, Protocol):
+    """A model whose step can be captured, and that runs on a step's input, too."""
 
     def forward(
         self, inputs: ForwardInput, kv: KVTensors, experts: ExpertProvider
-    ) -> ModelOutput: ...
-
-    def compute(
-        self,
-        token_ids: Tensor,
-        rows: Rows,
-        logits_indices: Tensor | None,
-        kv: KVTensors,
-        experts: ExpertProvider,
     ) -> ModelOutput: ...
 
 
