@@ -18,7 +18,6 @@ from moet.kernels.stream_gemm import Launcher, pointer
 HEADS, WIDTH, ROPE = 64, 512, 64
 THREADS = 384
 LOG2E = 1.4426950408889634
-TAKE_TURNS = False  # whether one warpgroup at a time multiplies queries and keys
 MAX_CHOSEN = 512  # entries of a row, which wait in shared memory
 SHARED_BYTES = 1024 + 3 * 64 * 2 * WIDTH + 4 * MAX_CHOSEN  # barriers, queries, two tiles of keys
 
@@ -34,7 +33,7 @@ class AttendArgs(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("table_stride", "ring_bytes", "page_bytes")),
         ("scale", ctypes.c_float),
         *((name, ctypes.c_int) for name in ("rows", "chunk_entries", "reach", "ring", "ratio")),
-        *((name, ctypes.c_int) for name in ("per_page", "top_k", "turns")),
+        *((name, ctypes.c_int) for name in ("per_page", "top_k")),
     ]
 
 
@@ -95,7 +94,6 @@ def attend_chunk(
         ratio=max(1, ratio),
         per_page=1 if entries is None else entries.form.entries_per_page,
         top_k=0 if selected is None else selected.shape[1],
-        turns=TAKE_TURNS,
     )
     launcher.launch(
         "attend_chunk",
@@ -126,17 +124,14 @@ def window_attention_q(
     from moet.kernels import triton_attention  # which needs Triton; a CPU may have none
 
     assert isinstance(sink, PlacedSink)
+    rest = (entries, selected, cos, sin, rows)
     if chunk is None:
         return triton_attention.window_attention_q(
             q,
             sink.values,
             window,
-            chunk,
-            entries,
-            selected,
-            cos,
-            sin,
-            rows,
+            None,
+            *rest,
             scale=scale,
             sliding_window=sliding_window,
             ratio=ratio,
@@ -148,11 +143,7 @@ def window_attention_q(
         sink.values,
         window,
         chunk,
-        entries,
-        selected,
-        cos,
-        sin,
-        rows,
+        *rest,
         scale=scale,
         sliding_window=sliding_window,
         ratio=ratio,

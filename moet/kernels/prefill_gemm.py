@@ -27,10 +27,6 @@ from moet.kernels.stream_gemm import (
 
 LARGE_SHARED_BYTES = 200_000  # from which on a CTA has room for 128 tokens
 THREADS = 384
-# Whether a CTA's two warpgroups multiply in turn. Off: 2-4 % faster on large tiles, slower on small
-# ones, and two of four prompts came out with other bits, for a reason not yet known.
-TAKE_TURNS = False
-TURNS_BIT = 2  # of StreamArgs.early
 # Stages of tokens and places of weights, as `csrc/prefill_gemm.cu` lists them: large, small device.
 DEPTHS: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
     "w2_swiglu": ((4, 6), (2, 3)),
@@ -211,7 +207,6 @@ def _run(
     args.x, args.k = tiles.data.data_ptr(), tiles.k
     args.first_half_stages = half
     waiting = 2 if args.segments > 1 or args.slices > 1 else 1
-    args.early = TURNS_BIT if TAKE_TURNS else 0
     launcher.launch(
         f"{'swizzled' if tiles.swizzled else 'prefill'}_{codec}_{name}",
         grid=max(1, min(tiles.data.shape[0] * args.tiles, launcher.num_sms)),

@@ -32,7 +32,6 @@ struct AttendArgs {
   int64_t table_stride, ring_bytes, page_bytes;
   float scale;  // of logits, in powers of two
   int rows, chunk_entries, reach, ring, ratio, per_page, top_k;  // reach: tokens of the window
-  int turns;    // whether logits are multiplied by one warpgroup at a time
 };
 
 // What a row attends to: `recent` keys of the window, then `visible` entries. A fill row counts as token 0.
@@ -292,18 +291,9 @@ struct ChunkAttention {
     }
   }
 
-  // In turn, one has the matrix units while the other weighs; the very last turn is nobody's to take.
-  DEVICE void wait_for_turn() const {
-    if (p.turns) sync_turn<256>(4 + group);
-  }
-  DEVICE void pass_turn(bool last) const {
-    if (p.turns && !(group == 1 && last)) arrive_turn<256>(5 - group);
-  }
-
-  DEVICE void attend_tile(const uint8_t* keys, int count, bool last, bool very_last, uint64_t* done) {
+  DEVICE void attend_tile(const uint8_t* keys, int count, bool last, uint64_t* done) {
     float part[32], part_top[2], part_total[2], old[2], fresh[2];
     uint32_t weights[4][4];
-    wait_for_turn();
     mma_begin();
 #pragma unroll
     for (int b = 0; b < DIM / 64; b++)
@@ -311,7 +301,6 @@ struct ChunkAttention {
       for (int k = 0; k < 4; k++) multiply_rows(part, queries() + b * BLOCK_BYTES, keys + b * BLOCK_BYTES, k, b + k > 0);
     mma_commit();
     mma_wait<0>();
-    pass_turn(very_last);
     results_are_here<32>(part);
     if (last) leave(queries_empty());
     weigh(part, count, weights, part_top, part_total);
@@ -339,7 +328,6 @@ struct ChunkAttention {
 
   DEVICE void attend_all() {
     int stage = 0, parity = 0, query_parity = 0;
-    if (p.turns && group == 1 && blockIdx.x < p.rows) arrive_turn<256>(4);
     RowNumbers numbers = numbers_of(p, blockIdx.x < p.rows ? blockIdx.x : 0);
     float sinks[2];
 #pragma unroll
@@ -361,8 +349,7 @@ struct ChunkAttention {
         bool recent = i < recent_tiles;
         barrier_wait(full(stage), parity);
         int count = recent ? s.recent - i * KEYS : s.visible - (i - recent_tiles) * KEYS;
-        bool last = i + 1 == tiles;
-        attend_tile(tile(stage), count, last, last && after >= p.rows, empty(stage));
+        attend_tile(tile(stage), count, i + 1 == tiles, empty(stage));
         if (++stage == TILES_HELD) stage = 0, parity ^= 1;
       }
       finish(row, sinks);

@@ -13,7 +13,6 @@
 #include "tile.cuh"
 
 constexpr int PREFILL_THREADS = 384;  // two warpgroups that multiply, one whose first thread copies
-constexpr int TAKE_TURNS = 2;         // a bit of StreamArgs.early
 constexpr int STAGED_COLUMNS = 72;    // of a staged token: 64, and room that keeps banks apart
 
 // SWIZZLED (sm_90a): a token's 128 bytes of a chunk lie in a row, its sixteen-byte pieces exchanged by the
@@ -59,7 +58,6 @@ struct PrefillGemm {
   Entry now;
   int segment, in_segment_tile, token_row;
   float token_weight, tensor_scale;
-  bool last_item;
 
   DEVICE PrefillGemm(const StreamArgs& args) : p(args) {
     tid = threadIdx.x;
@@ -237,17 +235,6 @@ struct PrefillGemm {
     if constexpr (DEPTH == 0) step();
   }
 
-  // The warpgroups multiply in turn, so that one has the matrix units while the other decodes and adds.
-  DEVICE bool takes_turns() const { return MOET_SM == 90 && CODEC != NVFP4 && p.early & TAKE_TURNS; }
-  DEVICE void wait_for_turn() const {
-    if (takes_turns()) sync_turn<THREADS>(4 + group);
-  }
-  // The very last turn of the second warpgroup is nobody's to take.
-  DEVICE void pass_turn(bool last_chunk) const {
-    if (takes_turns() && !(group == 1 && last_item && last_chunk)) let_other_multiply(1 - group);
-  }
-  DEVICE static void let_other_multiply(int other) { arrive_turn<THREADS>(4 + other); }
-
   // This warp is done with a stage. The debug build lets every lane say so: race checkers follow that.
   DEVICE void leave_stage() {
     sync_warp();
@@ -292,7 +279,7 @@ struct PrefillGemm {
   // Multiplies the next stage with the chunk that was read ahead, and reads the one after it meanwhile.
   // Returns the chunk's row base.
   template <int NT>
-  DEVICE uint32_t multiply_chunk(float* sum, int in_segment, bool last_chunk) {
+  DEVICE uint32_t multiply_chunk(float* sum, int in_segment) {
     Chunk chunk = ahead;
     int following = in_segment + 1 == p.chunks ? 0 : in_segment + 1;
     float part[4 * NT], scales_of[2 * NT];
@@ -309,7 +296,6 @@ struct PrefillGemm {
       barrier_wait(full(stage), parity);
       BOperand b = b_operand(tokens_at(stage), 1024);
       if constexpr (SWIZZLED) b = swizzled(b);
-      wait_for_turn();
       mma_begin();
 #if MOET_SM == 120
       if (in_segment & 1)
@@ -322,7 +308,6 @@ struct PrefillGemm {
       if constexpr (DEPTH > 0 && PLANE) next_chunk_of_weights(following);
       read_scales<NT>(scales_of);
       mma_wait<0>();
-      pass_turn(last_chunk);
       results_are_here<4 * NT>(part);
       if constexpr (DEPTH > 0 && !PLANE) next_chunk_of_weights(following);
     }
@@ -420,7 +405,7 @@ struct PrefillGemm {
     bool half_open = false;  // waiting_a holds earlier segments of this half
 #pragma unroll 1
     for (int chunk = 0; chunk < total_chunks; chunk++) {
-      uint32_t base = multiply_chunk<NT>(sum, in_segment, chunk + 1 == total_chunks);
+      uint32_t base = multiply_chunk<NT>(sum, in_segment);
       if (EPILOGUE == SWIGLU && chunk == 0 && p.pair_weight) token_weight = p.pair_weight[token_row];
       bool segment_ends = ++in_segment == p.chunks;
       if (segment_ends) in_segment = 0;
@@ -469,7 +454,6 @@ struct PrefillGemm {
     read_ahead(0);
     Entry coming = {0, 0, 0, 0};  // loaded an item ahead
     if (blockIdx.x < items) coming = entry(blockIdx.x / p.tiles);
-    if (takes_turns() && group == 1 && blockIdx.x < items) let_other_multiply(0);
 #pragma unroll 1
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
       int tile = item % p.tiles;
@@ -477,7 +461,6 @@ struct PrefillGemm {
       in_segment_tile = tile - segment * p.tiles_per_segment;
       now = coming;
       int after = item + gridDim.x;
-      last_item = after >= items;
       if (after < items) coming = entry(after / p.tiles);
       int token = tid & 127, at = now.first + (token < now.count ? token : 0);
       token_row = p.pairs ? p.pairs[at] : at;

@@ -14,10 +14,6 @@ DEVICE constexpr int tile_groups(int groups) {
 
 #ifdef MOET_EMULATE  // where nothing runs at the same time
 DEVICE BOperand swizzled(BOperand b) { return b; }
-template <int THREADS_THERE>
-DEVICE void sync_turn(int) {}
-template <int THREADS_THERE>
-DEVICE void arrive_turn(int) {}
 template <int COUNT>
 DEVICE void results_are_here(float*) {}
 // Two 16-byte rows of a lane's matrix pair: lane l < 16 names row l of two 8 x 8 matrices of 16 bits.
@@ -39,15 +35,6 @@ DEVICE BOperand swizzled(BOperand b) {
   b.high |= 1u << 30;
 #endif
   return b;
-}
-// A named barrier that half of its threads wait at, once the other half has arrived.
-template <int THREADS_THERE>
-DEVICE void sync_turn(int barrier) {
-  sync_named<THREADS_THERE>(barrier);
-}
-template <int THREADS_THERE>
-DEVICE void arrive_turn(int barrier) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(THREADS_THERE) : "memory");
 }
 // Results of matrix instructions are touched only below this, whatever the compiler would like.
 template <int COUNT>
