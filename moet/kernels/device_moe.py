@@ -97,9 +97,7 @@ def moe(
             shared=dense,
             dtype=torch.bfloat16,
         )
-    codes, scale = x.codes, x.scale
-    if codes is None or scale is None:
-        codes, scale = stream_experts.quantise(device.launcher, x.plain())
+    codes, scale = stream_experts.coded(device.launcher, x)
     resident = type(table) is ExpertTable  # then where rows are is known, and their reading may
     work = None  # begin while the shared expert ends
     if resident:
@@ -172,9 +170,7 @@ def _few(
     device = device_of(router)
     assert isinstance(router.weight, PackedMatrix)
     stored = router.weight.stored
-    codes, scale = x.codes, x.scale
-    if codes is None or scale is None:
-        codes, scale = stream_experts.quantise(device.launcher, x.plain())
+    codes, scale = stream_experts.coded(device.launcher, x)
     partial = torch.empty(
         stored.slices(device.launcher) * x.num_rows * stored.out_features,
         dtype=torch.float32,

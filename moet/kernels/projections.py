@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moet.kernels.device_gemm import PackedMatrix, multiply
 from moet.kernels.quant import Activations, as_activations
-from moet.kernels.stream_experts import quantise
+from moet.kernels.stream_experts import coded
 from moet.kernels.stream_gemm import (
     CHUNK_BYTES,
     THREADS,
@@ -56,11 +56,9 @@ def multiply_both(
     )
     if not 0 < x.num_rows <= MAX_ROWS or needed > device.launcher.max_shared_bytes:
         return multiply(x, quantised), multiply(x, plain, output="f32")
-    codes, scale, values = x.codes, x.scale, x.plain()
-    if codes is None or scale is None:
-        codes, scale = quantise(device.launcher, values.contiguous())
+    codes, scale = coded(device.launcher, x)
     first, items, counters = _arguments(quantised, codes, scale, torch.bfloat16, 0)
-    second, others, _ = _arguments(plain, values, None, torch.float32, counters)
+    second, others, _ = _arguments(plain, x.plain(), None, torch.float32, counters)
     args = TwoProducts(first.args, second.args)
     complete(args.quantised, "fp8")
     complete(args.plain, "bf16")

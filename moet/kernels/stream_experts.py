@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moet.errors import UnsupportedError
 from moet.kernels.layout import ExpertRows
+from moet.kernels.quant import Activations
 from moet.kernels.stream_gemm import (
     Codec,
     Launcher,
@@ -116,6 +117,13 @@ def quantise(launcher: Launcher, x: Tensor, *, group_major: bool = False) -> tup
         grid = min(-(-rows * groups * 4 // 256), 8 * launcher.num_sms)
         launcher.launch("quantise_rows", grid=grid, threads=256, shared_bytes=0, args=args)
     return q, scale
+
+
+def coded(launcher: Launcher, x: Activations) -> tuple[Tensor, Tensor]:
+    """Codes and scales of activations, as `quantise` makes them where their maker did not."""
+    if x.codes is None or x.scale is None:
+        return quantise(launcher, x.plain().contiguous())
+    return x.codes, x.scale
 
 
 @dataclass(frozen=True, slots=True)
