@@ -1,11 +1,11 @@
 """What drafting costs and gives on one GPU: bench/results/mtp.json.
 
-    python -m bench.mtp [--parts steps,sampled,kernels,fp8-head,adaptive,demo] [--out FILE]
+    python -m bench.mtp [--parts steps,sampled,kernels,heads,adaptive,demo] [--out FILE]
 
 steps: whole steps of V4-Flash at full size with dummy weights, by streams and drafts, and the
 tokens per second that they make at the acceptance that is stated in the file. sampled: the same
-for requests above temperature 0. kernels: where the time of drafting goes. fp8-head: an attempt
-that the engine does not have. adaptive: the engine's loop with drafts that never hold. demo: the
+for requests above temperature 0. kernels: where the time of drafting goes. heads: two drafts
+by what their logits come of. adaptive: the engine's loop with drafts that never hold. demo: the
 demo models, 100 prompts and 200 tokens each with 0 to 4 drafts: tokens must be equal, and drafts
 hold as often as bench/results/quality.json says. Each part stands alone, as in bench/step_h200.py.
 """
@@ -17,13 +17,14 @@ import asyncio
 import json
 import logging
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
 from time import perf_counter
 
 import torch
+from torch import Tensor
 
 from bench.gpu import check_parts, open_gpu
 from bench.quality_tasks import STORY, TASKS, held_out
@@ -36,8 +37,8 @@ from moet.bench.rig import Shape
 from moet.config import CacheConfig, ModelSettings, SchedulerConfig, TargetConfig
 from moet.kernels.device_gemm import Device, PackedMatrix
 from moet.models.deepseek_v4 import DeepseekV4
-from moet.models.dummy import DummyOptions
-from moet.models.layers import LMHead
+from moet.models.dummy import DummyOptions, DummySource
+from moet.models.layers import LMHead, Weights
 from moet.models.synthetic import MODEL_NAME
 from moet.runtime.device_runner import Placement
 from moet.runtime.device_sampler import Kind
@@ -51,13 +52,15 @@ RESULTS = Path(__file__).parent / "results" / "mtp.json"
 QUALITY = Path(__file__).parent / "results" / "quality.json"
 DEMO = Path(__file__).parents[1] / "moet" / "demo"
 FAMILIES: tuple[Family, ...] = ("deepseek-v4", "glm")
-PARTS = ("steps", "sampled", "kernels", "fp8-head", "adaptive", "demo")
+PARTS = ("steps", "sampled", "kernels", "heads", "adaptive", "demo")
 STREAMS = (1, 8, 32)
 MOST_DRAFTS = 3
 # Chance that draft 1, 2, 3 holds if those before it do: 2.6 tokens a step with two drafts.
 ACCEPTANCE = (0.9, 0.78, 0.7)
 DEMO_DRAFTS, DEMO_PROMPTS, DEMO_TOKENS = 4, 100, 200
 DEMO_SEQS = 32
+LOOP_TOKENS = 80
+FIRST_TOKENS = 1 << 15
 
 
 def tokens_per_step(num_drafts: int) -> float:
@@ -138,37 +141,53 @@ def kernel_rows(bench: Bench, rig: DeviceRig) -> None:
 
 def adaptive_rows(bench: Bench, made: DummyModel, device: Device) -> None:
     """The engine's loop with drafts that never hold: dummy weights' guesses are as bad as any."""
-    for num_seqs, adaptive in ((1, False), (1, True), (8, False), (8, True)):
-        case = f"engine loop, {num_seqs} streams, {MOST_DRAFTS} drafts that never hold"
-        case += ", adaptive" if adaptive else ""
-        with bench.part(case):
-            queue = CudaQueue()
-            loop = Loop(
-                made,
-                Placement(queue, CudaGraphs(queue), device.error, device.arch),
-                max_num_seqs=num_seqs,
-                max_num_batched_tokens=2048,
-                max_model_len=4096,
-                num_spec_tokens=MOST_DRAFTS,
-                adaptive_spec=adaptive,
-            )
-            for n in range(num_seqs):
-                loop.submit(str(n), 256, 160)
-            ended: list[float] = []
-            counts: list[int] = []
-            while loop.core.has_work:
-                loop.step()
-                stats = loop.core.stats()
-                if stats.num_steps > len(ended):
-                    ended.append(perf_counter())
-                    counts.append(stats.num_draft_tokens)
-            middle = len(ended) // 2
-            last = len(ended) - 10  # then sequences begin to end
-            taken_ms = 1e3 * (ended[last] - ended[middle]) / (last - middle)
-            drafted = (counts[last] - counts[middle]) / (last - middle) / num_seqs
-            note = f"{drafted:.2f} drafts a step and stream"
-            bench.add(case, taken_ms, "ms/step", note=note)
-            loop.core.shutdown()
+    loop: Loop | None = None
+    with bench.part("an engine that drafts"):
+        queue = CudaQueue()
+        loop = Loop(
+            made,
+            Placement(queue, CudaGraphs(queue), device.error, device.arch),
+            max_num_seqs=max(STREAMS),
+            max_num_batched_tokens=2048,
+            max_model_len=4096,
+            num_spec_tokens=MOST_DRAFTS,
+        )
+    if loop is None:
+        return
+    scheduler = loop.core._scheduler
+    for num_seqs in STREAMS:
+        for how, drafts, adaptive in (
+            ("no drafts", 0, False),
+            (f"{MOST_DRAFTS} drafts that never hold", MOST_DRAFTS, False),
+            (f"{MOST_DRAFTS} drafts that never hold, adaptive", MOST_DRAFTS, True),
+        ):
+            case = f"engine loop, {num_seqs} streams, {how}"
+            with bench.part(case):
+                scheduler.config = replace(scheduler.config, adaptive_spec=adaptive)
+                for n in range(num_seqs):
+                    loop.submit(f"{case} {n}", 256, LOOP_TOKENS, spec_tokens=drafts)
+                taken_ms, drafted = second_half(loop)
+                note = f"{drafted / num_seqs:.2f} drafts a step and stream"
+                bench.add(case, taken_ms, "ms/step", note=note)
+    loop.core.shutdown()
+
+
+def second_half(loop: Loop) -> tuple[float, float]:
+    """Runs all that was submitted. Milliseconds and drafts a step, of the second half of the steps
+    but for the last ones, in which sequences end."""
+    first = loop.core.stats().num_steps
+    ended: list[float] = []
+    counts: list[int] = []
+    while loop.core.has_work:
+        loop.step()
+        stats = loop.core.stats()
+        if stats.num_steps - first > len(ended):
+            ended.append(perf_counter())
+            counts.append(stats.num_draft_tokens)
+    middle, last = len(ended) // 2, len(ended) - 10
+    num_steps = last - middle
+    taken_ms = 1e3 * (ended[last] - ended[middle]) / num_steps
+    return taken_ms, (counts[last] - counts[middle]) / num_steps
 
 
 def demo_rows(bench: Bench, family: Family) -> None:
@@ -245,26 +264,74 @@ def demo_rows(bench: Bench, family: Family) -> None:
         bench.add(name, same, "of 100", better="higher", target=100)
 
 
-def fp8_head_rows(bench: Bench, made: DummyModel, device: Device, num_steps: int) -> None:
-    """Two drafts whose logits come of a head in fp8, which the engine does not have: half the bytes
-    of what is most of a draft."""
+class FirstTokens:
+    """A head that knows of the first tokens only: the others are never likely."""
+
+    def __init__(self, head: LMHead, vocab_size: int) -> None:
+        self.head, self.vocab_size = head, vocab_size
+
+    @classmethod
+    def of(cls, head: LMHead, device: Device) -> FirstTokens:
+        """Of a head in fp8."""
+        assert isinstance(head.weight, PackedMatrix)
+        stored = head.weight.stored
+        assert stored.scale is not None
+        few = replace(
+            stored,
+            plane=stored.plane[:FIRST_TOKENS],
+            scale=stored.scale[: FIRST_TOKENS // 128],
+            out_features=FIRST_TOKENS,
+        )
+        matrix = replace(head.weight, stored=few)
+        return cls(LMHead(matrix, arch=device.arch, quantised=True), stored.out_features)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        logits = self.head(x)
+        more = self.vocab_size - logits.shape[1]
+        return torch.nn.functional.pad(logits, (0, more), value=-torch.inf)
+
+
+def head_rows(bench: Bench, made: DummyModel, device: Device, rig: DeviceRig, steps: int) -> None:
+    """Two drafts by the head that their logits come of, for reading it is most of a draft."""
     assert isinstance(made.model, DeepseekV4)
     assert made.model.mtp is not None
-    head, config = made.model.mtp.head, made.model.config
-    vocab, dim = config.vocab_size, config.hidden_size
-    codes = torch.randn(vocab, dim, device="cuda").mul_(60).to(torch.float8_e4m3fn)
-    scale = torch.full((-(-vocab // 128), dim // 128), 2.0**-12, device="cuda")
-    kept = head.lm_head
-    head.lm_head = LMHead(PackedMatrix.pack(codes, scale, device), arch=device.arch)
-    try:
-        rig = make_rig(made, device, 8)
-        for num_seqs in (1, 8):
-            case = f"whole step, {num_seqs} streams, 2 drafts, their head in fp8"
-            shape = Shape(num_seqs=num_seqs, num_rows=3, context=CONTEXT)
-            times = rig.time_steps(shape, num_steps, num_to_draft=2)
-            bench.add(case, times.step_ms, "ms/step", note="an attempt; not what the engine does")
-    finally:
-        head.lm_head = kept
+    draft_head, config = made.model.mtp.head, made.model.config
+    kept = draft_head.lm_head
+    table = "head", config.vocab_size, config.hidden_size
+    settings = ModelSettings(arch=device.arch, rounding="deployed", precision="w2")
+    options = DummyOptions(seed=SEED, skew=SKEW)
+    weights = Weights(
+        DummySource(made.raw_config, options, device.torch_device), settings, gpu=device
+    )
+    heads: dict[str, LMHead | FirstTokens] = {}
+    with bench.part("heads of drafts"):
+        heads["bf16"], rounded = LMHead.load(weights, *table), LMHead.guessing(weights, *table)
+        heads["fp8"] = rounded
+        heads[f"fp8, {FIRST_TOKENS} tokens"] = FirstTokens.of(rounded, device)
+        check_heads(bench, heads["bf16"], rounded, config.hidden_size)
+    for name, head in heads.items():
+        with bench.part(f"drafts by a head in {name}"):
+            draft_head.lm_head = head  # type: ignore[assignment]
+            other = make_rig(made, device, max(STREAMS), like=rig)
+            for num_seqs in STREAMS:
+                case = f"whole step, {num_seqs} streams, 2 drafts, their head {name}"
+                shape = Shape(num_seqs=num_seqs, num_rows=3, context=CONTEXT)
+                times = other.time_steps(shape, steps, num_to_draft=2)
+                bench.add(case, times.step_ms, "ms/step")
+        draft_head.lm_head = kept
+
+
+def check_heads(bench: Bench, exact: LMHead | FirstTokens, rounded: LMHead, dim: int) -> None:
+    """Rows have the same bits in any number, and logits are near those of the head as stored."""
+    x = torch.randn(max(STREAMS), dim, device="cuda").bfloat16()
+    alone = torch.cat([rounded(row) for row in x.split(1)])
+    for num_rows in (8, max(STREAMS)):
+        found = rounded(x[:num_rows])
+        same = int((found == alone[:num_rows]).all(1).sum())
+        case = f"rows of {num_rows} through a head in fp8 that are as alone"
+        bench.add(case, same, "rows", better="higher", target=num_rows)
+    error = float((alone - exact(x)).norm() / exact(x).norm())
+    bench.add("error of logits of a head in fp8", error, "of their norm")
 
 
 def make_model(device: Device, num_layers: int | None) -> DummyModel:
@@ -274,7 +341,10 @@ def make_model(device: Device, num_layers: int | None) -> DummyModel:
     return dummy_model(raw, settings, device, num_spec_tokens=MOST_DRAFTS, options=options)
 
 
-def make_rig(made: DummyModel, device: Device, num_seqs: int) -> DeviceRig:
+def make_rig(
+    made: DummyModel, device: Device, num_seqs: int, *, like: DeviceRig | None = None
+) -> DeviceRig:
+    """like: one of the same size whose prompts it takes over."""
     queue = CudaQueue()
     rig = DeviceRig(
         made.model,  # type: ignore[arg-type]
@@ -286,7 +356,12 @@ def make_rig(made: DummyModel, device: Device, num_seqs: int) -> DeviceRig:
         others=CONTEXT,
         num_drafts=MOST_DRAFTS,
     )
-    rig.fill()
+    if like is None:
+        rig.fill()
+        return rig
+    for name, tensor in rig.kv.tensors.items():
+        tensor.copy_(like.kv.tensors[name])
+    torch.cuda.synchronize()  # not by the rig's queue
     return rig
 
 
@@ -331,9 +406,8 @@ def main() -> None:
         sampled_rows(bench, rig, min(args.steps, 10))
     if rig is not None and "kernels" in args.parts:
         kernel_rows(bench, rig)
-    if made is not None and "fp8-head" in args.parts:
-        with bench.part("draft head in fp8"):
-            fp8_head_rows(bench, made, device, args.steps)
+    if made is not None and rig is not None and "heads" in args.parts:
+        head_rows(bench, made, device, rig, args.steps)
     if made is not None and "adaptive" in args.parts:
         adaptive_rows(bench, made, device)
     bench.add("all of this", perf_counter() - began_s, "s")

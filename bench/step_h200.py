@@ -249,9 +249,13 @@ class Loop:
             placement=placement,
         )
 
-    def submit(self, name: str, num_prompt: int, max_tokens: int) -> None:
+    def submit(
+        self, name: str, num_prompt: int, max_tokens: int, spec_tokens: int | None = None
+    ) -> None:
         ids = torch.randint(1000, 60_000, (num_prompt,)).tolist()
-        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens)
+        params = SamplingParams(
+            temperature=0.0, ignore_eos=True, max_tokens=max_tokens, spec_tokens=spec_tokens
+        )
         self.core.submit(Request(request_id=name, prompt_token_ids=ids, params=params))
 
     def step(self) -> list[TokenEvent]:

@@ -7,6 +7,7 @@ the number of rows decides about time alone. Knows tensors and a Launcher; no mo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -41,13 +42,46 @@ BLOCK = 128  # weight rows that share a scale
 
 
 @dataclass(frozen=True, slots=True)
+class Beside:
+    """Where launches run beside those of the current stream.
+
+    stream: None on a CPU, where they run in turn. counters: as a Device's, for what runs there.
+    """
+
+    stream: torch.cuda.Stream | None
+    counters: Tensor
+
+    @classmethod
+    def open(cls, torch_device: torch.device) -> Beside:
+        stream = None
+        if torch_device.type == "cuda":
+            stream = torch.cuda.Stream(torch_device)  # type: ignore[no-untyped-call]
+        with torch.inference_mode(False):
+            counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=torch_device)
+        return cls(stream, counters)
+
+    def forked(self) -> AbstractContextManager[object]:
+        """Within, launches go to the other stream, behind all that this one has been given."""
+        if self.stream is None:
+            return nullcontext()
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        return torch.cuda.stream(self.stream)
+
+    def join(self) -> None:
+        """What the current stream is given from here on comes behind the other's."""
+        if self.stream is not None:
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+
+
+@dataclass(frozen=True, slots=True)
 class Device:
     """A GPU as the kernels of this package see it.
 
     error: [1] int32, bits that a kernel sets when it met what must not be (`stream_gemm.cuh`,
     ErrorBit); whoever runs a step reads it. counters: int32, zero between launches. paired_rows: up
     to how many rows the routed experts of a layer run beside the shared one (`paired_experts.py`).
-    chunk_attention: whether chunks attend by a kernel of their own (`device_attention.py`).
+    chunk_attention: whether chunks attend by a kernel of their own (`device_attention.py`). beside:
+    for the shared expert of more rows than that; None: it runs before the routed ones.
     """
 
     arch: str
@@ -57,6 +91,7 @@ class Device:
     counters: Tensor
     paired_rows: int = 0
     chunk_attention: bool = True
+    beside: Beside | None = None
     _group_work: dict[tuple[int, int, int], Work] = field(default_factory=dict)
 
     @classmethod
@@ -186,7 +221,8 @@ def multiply(
     slices = stored.slices(device.launcher)
     stages = num_stages(stored.codec, stored.chunks, 1, slices)
     rows = rows_at_once(device.launcher, stored.codec, output, num_rows, stages)
-    operand, scale = _e4m3(x, device, wide=rows > 8) if weight.quantised else (x.plain(), None)
+    given = rows > 8 or output == "f32"
+    operand, scale = _e4m3(x, device, given=given) if weight.quantised else (x.plain(), None)
     return stored(
         device.launcher,
         operand,
@@ -208,12 +244,12 @@ def _tiled(x: Activations, weight: StreamLinear, output: Output) -> bool:
     return head or (x.num_rows > TILE_ROWS and weight.out_features >= TILED_OUTPUTS)
 
 
-def _e4m3(x: Activations, device: Device, *, wide: bool) -> tuple[Tensor, Tensor | None]:
-    """Codes and scales, or bf16 values that the kernel quantises itself, which it does for few
-    rows only."""
+def _e4m3(x: Activations, device: Device, *, given: bool) -> tuple[Tensor, Tensor | None]:
+    """Codes and scales, or bf16 values that the kernel quantises itself unless they must be given:
+    it does so for few rows and bf16 results only."""
     if x.codes is not None:
         return x.codes, x.scale
-    if wide:
+    if given:
         return quantise(device.launcher, x.plain().contiguous())
     return x.plain(), None
 
@@ -306,7 +342,7 @@ def _stream_groups(
     args: StreamArgs, x: Activations, weight: PackedGroups, work: Work, rows: int
 ) -> None:
     device, slices = weight.device, args.slices
-    operand, scale = _e4m3(x, device, wide=rows > 8)
+    operand, scale = _e4m3(x, device, given=rows > 8)
     instance = choose(
         "fp8",
         rows,

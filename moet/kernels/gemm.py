@@ -130,6 +130,12 @@ def linear_fp8(x: Tensor | Activations, weight: Matrix) -> Tensor:
 
 
 @op(tolerance=2**-8)
+def linear_fp8_fp32(x: Tensor | Activations, weight: Matrix) -> Tensor:
+    """As linear_fp8, but not rounded: [n, N] fp32. For logits that are guesses."""
+    return matmul(e4m3_values(x)[0], _tensor(weight))
+
+
+@op(tolerance=2**-8)
 def linear_pair(x: Tensor | Activations, first: Matrix, second: Matrix) -> tuple[Tensor, Tensor]:
     """linear_fp8 with the first weight and linear_fp32 with the second, of one input."""
     return linear_fp8(x, first), linear_fp32(x, second)
@@ -201,6 +207,11 @@ def _linear(x: Tensor | Activations, weight: Matrix) -> Tensor:
 @linear_fp8.impl("stream_fp8", supports=_on_gpu)
 def _linear_fp8(x: Tensor | Activations, weight: Matrix) -> Tensor:
     return _packed(x, weight, output="bf16")
+
+
+@linear_fp8_fp32.impl("stream_fp8", supports=_on_gpu)
+def _linear_fp8_fp32(x: Tensor | Activations, weight: Matrix) -> Tensor:
+    return _packed(x, weight, output="f32")
 
 
 @linear_share.impl("stream_bf16", supports=_on_gpu)

@@ -36,7 +36,8 @@ def e8m0_bytes(scale: Tensor) -> Tensor:
 def decode_e8m0(scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """2^(byte - 127), exact; byte 255 is NaN, byte 0 is 2^-127 (subnormal in fp32)."""
     raw = e8m0_bytes(scale)
-    return torch.tensor(_E8M0_VALUES, dtype=torch.float64).to(dtype)[raw.to(torch.int64)]
+    values = torch.tensor(_E8M0_VALUES, dtype=torch.float64, device=raw.device)
+    return values.to(dtype)[raw.to(torch.int64)]
 
 
 def encode_e8m0(value: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from moet.kernels.gemm import (
     grouped_linear_fp8,
     linear,
     linear_fp8,
+    linear_fp8_fp32,
     linear_fp32,
     linear_share,
     linear_share_fp8,
@@ -28,8 +29,10 @@ from moet.kernels.layout import scale_values
 from moet.kernels.norm import rms_norm
 from moet.kernels.quant import Activations
 from moet.models.base import TensorSource
-from moet.models.formats import dequantize_fp8_block
+from moet.models.formats import dequantize_fp8_block, quantize_fp8_block
 from moet.models.sharding import WHOLE, Shard, ShardedSource
+
+ROUNDED_ROWS = 4096  # of a weight that is rounded at once, in float64; whole blocks of scales
 
 
 class Weights:
@@ -280,12 +283,17 @@ class Embedding:
 
 
 class LMHead:
-    """Hidden states to fp32 logits. weight: [vocab_size, dim] fp32, or a rank's rows of it."""
+    """Hidden states to fp32 logits. weight: [vocab_size, dim] fp32, or a rank's rows of it.
 
-    def __init__(self, weight: Matrix, *, arch: str, shard: Shard = WHOLE) -> None:
+    quantised: activations are rounded to e4m3, as the weight was.
+    """
+
+    def __init__(
+        self, weight: Matrix, *, arch: str, shard: Shard = WHOLE, quantised: bool = False
+    ) -> None:
         self.weight = streamed(weight) if isinstance(weight, Tensor) else weight
         self.shard = shard
-        self._op = linear_fp32.bind(arch=arch)
+        self._op = (linear_fp8_fp32 if quantised else linear_fp32).bind(arch=arch)
 
     @classmethod
     def load(cls, weights: Weights, name: str, vocab_size: int, dim: int) -> LMHead:
@@ -293,6 +301,19 @@ class LMHead:
         shard = weights.shard_of(name)
         weight, _ = weights.operand(name, vocab_size // shard.size, dim)
         return cls(weight, arch=weights.settings.arch, shard=shard)
+
+    @classmethod
+    def guessing(cls, weights: Weights, name: str, vocab_size: int, dim: int) -> LMHead:
+        """As load, rounded to fp8: half the bytes, for a GPU's drafts. Needs weights.gpu."""
+        assert weights.gpu is not None
+        shard = weights.shard_of(name)
+        weight, scale = weights.stored(name, vocab_size // shard.size, dim)
+        if scale is None:
+            parts = [quantize_fp8_block(part) for part in torch.split(weight, ROUNDED_ROWS)]
+            weight = torch.cat([codes for codes, _ in parts])
+            scale = _scale_values(torch.cat([exponents for _, exponents in parts]))
+        matrix = PackedMatrix.pack(weight, scale, weights.gpu)
+        return cls(matrix, arch=weights.settings.arch, shard=shard, quantised=True)
 
     def __call__(self, x: Tensor | Activations) -> Tensor:
         """Returns [n, vocab_size] on every rank."""

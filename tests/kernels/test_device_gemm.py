@@ -9,7 +9,7 @@ from torch import Tensor
 from moet.errors import UnsupportedError
 from moet.kernels import device_gemm
 from moet.kernels.device_gemm import Device, PackedGroups, PackedMatrix, multiply, multiply_groups
-from moet.kernels.gemm import grouped_linear_fp8, linear, linear_fp8, linear_fp32
+from moet.kernels.gemm import grouped_linear_fp8, linear, linear_fp8, linear_fp8_fp32, linear_fp32
 from moet.kernels.projections import multiply_both
 from moet.kernels.quant import Activations
 from moet.kernels.stream_experts import quantise
@@ -116,14 +116,20 @@ def test_groups_take_codes(device: Device) -> None:
     assert torch.equal(multiply_groups(Activations(None, codes, scale), packed), wanted)
 
 
-@pytest.mark.parametrize("count", [9, 17])
+@pytest.mark.parametrize(("count", "quantised"), [(9, True), (17, False)])
 def test_a_head_is_read_in_tiles(
-    device: Device, monkeypatch: pytest.MonkeyPatch, count: int
+    device: Device, monkeypatch: pytest.MonkeyPatch, count: int, quantised: bool
 ) -> None:
     monkeypatch.setattr(device_gemm, "WIDE_OUTPUTS", 64)
+    scale = torch.ones(1, 2) if quantised else None
     weight = torch.randn(128, 192, generator=torch.Generator().manual_seed(6)).bfloat16()
-    packed = PackedMatrix.pack(weight, None, device)
+    weight = weight.to(torch.float8_e4m3fn) if quantised else weight
+    packed = PackedMatrix.pack(weight, scale, device)
     x = rows(count, 192)
+    if quantised:
+        wanted = linear_fp8_fp32(x, weight.float())
+        found = linear_fp8_fp32.bind(arch=device.arch, num_in=192)(x, packed)
+        assert close(found, wanted, linear_fp8_fp32.tolerance)
     alone = torch.cat([multiply(row, packed, output="f32") for row in x.split(1)])
     assert torch.equal(multiply(x, packed, output="f32"), alone)
 
