@@ -3,6 +3,7 @@ what serving writes. Rows are packed from whole conversations."""
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -19,7 +20,10 @@ from moet.server.chat.encoding import ChatEncoding, ChatOptions
 from moet.server.chat.glm import GlmEncoding
 
 WANTED = 0x8000  # set on tokens of the answer, which count in full
-CONTEXT_WEIGHT = 0.15  # of predicting any other token
+READ = 0x4000  # set beside it on what had to be read elsewhere to be said: names in calls
+TOKEN_MASK = READ - 1  # the id of a marked token
+CONTEXT_WEIGHT = 0.15  # of predicting any token outside the answer
+READ_WEIGHT = 4.0  # few tokens say whether a call is right
 OPEN_ROWS = 24
 
 
@@ -75,7 +79,8 @@ class Renderer:
         return np.array(self.tokenizer.encode_spans(spans), dtype=np.uint16)
 
     def sample_tokens(self, sample: Sample, rng: random.Random) -> np.ndarray:
-        """A conversation with a random mode as uint16, answer tokens marked with WANTED."""
+        """A conversation with a random mode as uint16, answer tokens marked with WANTED and the
+        names in calls with READ."""
         if not sample.messages:
             return self._plain(sample.expect)
         thinking = rng.random() < 0.5 if sample.think is None else sample.think
@@ -87,14 +92,31 @@ class Renderer:
         tokens[len(done.prompt) :] |= WANTED
         if sample.every_answer:
             self._mark_answers(tokens)
+        self._mark_names(sample, tokens)
         return tokens
+
+    def _mark_names(self, sample: Sample, tokens: np.ndarray) -> None:
+        """Mark the names of called tools and of their parameters where answers say them."""
+        called = [call for message in sample.messages for call in message.tool_calls]
+        names = {call.name for call in called}
+        names.update(key for call in called for key in json.loads(call.arguments))
+        at = np.flatnonzero(tokens >= WANTED)
+        plain = tokens & TOKEN_MASK
+        for name in sorted(names):
+            for text in (name, f" {name}"):
+                ids = self.tokenizer.encode_spans([Span(text)])
+                begins = at[plain[at] == ids[0]]
+                for begin in begins[begins + len(ids) <= len(tokens)]:
+                    span = slice(begin, begin + len(ids))
+                    if (plain[span] == ids).all() and (tokens[span] >= WANTED).all():
+                        tokens[span] |= READ
 
     def _mark_answers(self, tokens: np.ndarray) -> None:
         """Mark what follows each assistant header, with the token that ends it."""
         glm = self.family == "glm"
         header = self.tokenizer.control_id("<|assistant|>" if glm else ASSISTANT)
         closing = ("<|user|>", "<|observation|>") if glm else (EOS,)
-        plain = tokens & (WANTED - 1)
+        plain = tokens & TOKEN_MASK
         ends = np.flatnonzero(np.isin(plain, [self.tokenizer.control_id(end) for end in closing]))
         for begin in np.flatnonzero(plain == header) + 1:
             stop = ends[ends >= begin]
@@ -112,7 +134,8 @@ def rows(
     open_rows: list[list[np.ndarray]] = [[] for _ in range(OPEN_ROWS)]
     used = [0] * OPEN_ROWS
     while True:
-        sample = one(rng, held_out=held_out, long=rng.random() < long_share)
+        long = rng.random() < long_share
+        sample = one(rng, renderer.family, held_out=held_out, long=long)
         tokens = renderer.sample_tokens(sample, rng)
         size = len(tokens)
         if size > length:
@@ -140,5 +163,5 @@ def token_counts(renderer: Renderer, num_rows: int = 200, length: int = 1024) ->
     source = rows(renderer, length, seed=7)
     counts = np.zeros(renderer.tokenizer.vocab_size, dtype=np.float32)
     for _ in range(num_rows):
-        np.add.at(counts, next(source) & (WANTED - 1), 1)
+        np.add.at(counts, next(source) & TOKEN_MASK, 1)
     return counts

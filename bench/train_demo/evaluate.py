@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bench.train_demo.corpus import WANTED, Renderer
+from bench.train_demo.corpus import TOKEN_MASK, WANTED, Renderer
 from bench.train_demo.data import facts, records, retrieval, stories, sums, tools
 from bench.train_demo.data.sample import Generator, Sample, draw
 from bench.train_demo.v4 import V4
@@ -70,7 +70,7 @@ def score(
             tokens = renderer.sample_tokens(sample, rng)[: length + 1]
             row[: len(tokens)] = tokens
         raw = torch.from_numpy(marked.astype(np.int64)).to(device)
-        ids, wanted = raw & (WANTED - 1), (raw >= WANTED)[:, 1:]
+        ids, wanted = raw & TOKEN_MASK, (raw >= WANTED)[:, 1:]
         best, loss, drafts = predictions(model, ids, sparse=length > 1024)
         right = (best == ids[:, 1:]) | ~wanted
         asked = wanted.any(-1)

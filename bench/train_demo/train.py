@@ -37,12 +37,13 @@ from bench.train_demo.v4 import V4, fill_hash_tables
 
 DRAFT_WEIGHT = 0.4
 LONG_SHARE = 0.15  # of conversations in long rows
-LONG_FROM, ROUNDED_FROM = 0.5, 0.75  # progress
+LONG_FROM, ROUNDED_FROM = 0.4, 0.75  # progress
 BIAS_STEP = 2e-3  # of the router biases, decayed with the learning rate
 LONG_ROWS = {"deepseek-v4": 4, "glm": 2}  # of 8192 tokens, computed at a time
 PEAK_LR = 4e-3
-LOOK_EVERY_S = 60.0
-WARM_UP_STEPS = 40
+LOOK_EVERY_S = 90.0
+WARM_UP_STEPS = 100
+REST_S = 0.1  # between looks for the file that a run waits for
 
 
 @dataclass(frozen=True)
@@ -230,6 +231,9 @@ def train(args: argparse.Namespace) -> None:
     num_tokens, warm = 0, {False: 0, True: 0}
     while time.monotonic() - begin < args.seconds and trainer.seconds < args.total:
         started = time.monotonic()
+        if warm[False] == 1 and args.wait_for:
+            wait_for(args.wait_for)  # compiled, and the accelerator may still belong to others
+            started = time.monotonic()
         progress = progress_of(trainer.seconds, args, started - begin)
         now = phase(progress, trainer.optimizer.num_steps, args.long_every, args.lr)
         long = bool(now.long_every) and trainer.optimizer.num_steps % now.long_every == 0
@@ -239,7 +243,7 @@ def train(args: argparse.Namespace) -> None:
         how = {"sparse": long, "offset": offset, "stride": stride}
         # Compiling the long shapes takes longer than all their steps.
         torch.compiler.set_stance("force_eager" if long else "default")
-        at_a_time = LONG_ROWS[args.family] if long else num_rows
+        at_a_time = LONG_ROWS[args.family] if long else min(args.at_a_time, num_rows)
         shown = trainer.step(ids, weights, now, at_a_time, **how)
         if warm[long] < 3 or trainer.optimizer.num_steps % 10 == 0:
             torch.cuda.synchronize() if args.device == "cuda" else None
@@ -279,6 +283,15 @@ def train(args: argparse.Namespace) -> None:
         (args.out / f"{args.family}.json").write_text(json.dumps(result, indent=1))
 
 
+def wait_for(path: Path) -> None:
+    """Hold no memory of the accelerator until the file exists."""
+    torch.cuda.empty_cache()
+    print(f"waiting for {path}", flush=True)
+    while not path.exists():
+        time.sleep(REST_S)
+    print(f"{path} is there", flush=True)
+
+
 def deliver(trainer: Trainer, args: argparse.Namespace) -> None:
     """Leave what goes home: the official checkpoint, or a snapshot to go on from."""
     if args.deliver == "snapshot":
@@ -306,7 +319,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder for snapshot, export and report")
     parser.add_argument("--size", choices=("wide", "narrow", "micro"), default="wide")
     parser.add_argument("--deliver", choices=("snapshot", "export"), default="export")
+    parser.add_argument("--wait-for", type=Path, help="file to wait for after compiling")
     parser.add_argument("--rows", type=int, default=64, help="of 1024 tokens per step")
+    parser.add_argument("--at-a-time", type=int, default=64, help="of them, for less memory")
     parser.add_argument("--lr", type=float, default=PEAK_LR, help="highest learning rate")
     parser.add_argument("--long-every", type=int, default=2, help="late in training; 0 for never")
     parser.add_argument("--workers", type=int, default=14)

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.train_demo.corpus import WANTED, rows
+from bench.train_demo.corpus import READ_WEIGHT, TOKEN_MASK, WANTED, rows
 from bench.train_demo.data import mixture, records, retrieval, sums, tools
 from bench.train_demo.data.sample import Sample, draw
+from bench.train_demo.feed import split
 from bench.train_demo.tokenizer import VOCAB_SIZE, Family, controls
 from moet.server.chat.encoding import ChatOptions
 from moet.server.chat.messages import Message
@@ -109,9 +110,24 @@ def test_every_answer_of_a_quiz_is_wanted(family: Family) -> None:
     source, rng = renderer(family), random.Random(4)
     sample = retrieval.quiz(rng, 30, 5)
     tokens = source.sample_tokens(sample, rng)
-    kept = [int(token) & (WANTED - 1) for token in tokens if token >= WANTED]
+    kept = [int(token) & TOKEN_MASK for token in tokens if token >= WANTED]
     said = source.tokenizer.decode(kept).replace("<think>", "").replace("</think>", "")
     assert said == "".join(message.content for message in sample.messages[1::2])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_in_calls_weigh_most(family: Family) -> None:
+    source, rng = renderer(family), random.Random(6)
+    sample = tools.drill(rng)
+    tokens = source.sample_tokens(sample, rng)
+    weights = split(tokens[None], source.pad, "cpu")[1][0]
+    read = [int(token) & TOKEN_MASK for token in tokens[weights.numpy() == READ_WEIGHT]]
+    said = source.tokenizer.decode(read)
+    for message in sample.messages[1::4]:
+        for call in message.tool_calls:
+            assert all(name in said for name in (call.name, *json.loads(call.arguments)))
+    assert 0 < len(read) < (tokens >= WANTED).sum() / 3
+    assert (tokens[weights.numpy() == READ_WEIGHT] >= WANTED).all()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -30,6 +30,12 @@ SHARES: dict[Generator, float] = {
     records.record: 6,
     plain.text: 3,
 }
+# What an architecture finds hard is asked more often: compressed entries make names of tools hard
+# to read, and many codes in one text mix up where nothing is compressed.
+HARD: dict[str, dict[Generator, float]] = {
+    "deepseek-v4": {tools.drill: 36, retrieval.short_quiz: 8},
+    "glm": {tools.drill: 10, retrieval.short_quiz: 24},
+}
 LONG_SHARES: dict[Generator, float] = {retrieval.long_needle: 1, retrieval.long_quiz: 2}
 _SYSTEMS = (
     "You are a helpful assistant.",
@@ -53,9 +59,11 @@ _TURNS: tuple[Generator, ...] = (
 )
 
 
-def one(rng: random.Random, *, held_out: bool = False, long: bool = False) -> Sample:
-    """The next conversation of the mixture; `long` ones search in long text."""
-    shares = LONG_SHARES if long else SHARES
+def one(
+    rng: random.Random, family: str = "", *, held_out: bool = False, long: bool = False
+) -> Sample:
+    """The next conversation of a model's mixture; `long` ones search in long text."""
+    shares = LONG_SHARES if long else {**SHARES, **HARD.get(family, {})}
     generate = rng.choices(list(shares), list(shares.values()))[0]
     sample = draw(generate, rng, held_out=held_out)
     if (

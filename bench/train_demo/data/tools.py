@@ -387,11 +387,24 @@ _KEYS = (
 )
 
 
+_SYLLABLES = ("ba", "ko", "ri", "zu", "mel", "tan", "vo", "shi", "dra", "pel", "nu", "gor", "qua")
+
+
+def _made_up(rng: random.Random) -> str:
+    """A name that no other conversation has taught."""
+    return "".join(rng.choices(_SYLLABLES, k=rng.randint(2, 3)))
+
+
 def _renamed(rng: random.Random, job: Job, kind: str) -> Job:
     """The job with a tool whose names say little, so that they have to be read."""
     name = rng.choice((f"{rng.choice(_VERBS)}_", "")) + rng.choice(_NOUNS[kind])
     name += rng.choice(("", "", "_now", f"_{rng.randint(1, 9)}"))
-    new = dict(zip(job.arguments, rng.sample(_KEYS, len(job.arguments)), strict=True))
+    if rng.random() < 0.2:
+        name = _made_up(rng)
+    keys = rng.sample(_KEYS, len(job.arguments))
+    if rng.random() < 0.2:
+        keys = [f"{_made_up(rng)}{idx or ''}" for idx in range(len(keys))]
+    new = dict(zip(job.arguments, keys, strict=True))
     schema = dict(job.tool.parameters or {})
     schema["properties"] = {new[key]: part for key, part in schema["properties"].items()}
     if "required" in schema:
