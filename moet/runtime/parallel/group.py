@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -106,6 +107,7 @@ class Group:
         self._undecided: deque[tuple[Work, list[Tensor], str]] = deque()
         self._stage, column, before, behind = self.connections(self._gloo_links)
         self.comm: RankComm = GroupComm(self, self._stage, column, before, behind)
+        monitor.at_end(self._outlive)
 
     @classmethod
     def join(
@@ -197,6 +199,11 @@ class Group:
                     f"{self.name} {wrong} are wrong"
                 )
                 raise GroupError(self.monitor.fail(reason))
+
+    def _outlive(self) -> None:
+        """Hold on to the connections of a group that has failed until the process ends: they wait
+        for what is under way when they are let go of, and whoever was to answer may never do so."""
+        threading.Event().wait()
 
     def meet(self, what: str) -> None:
         """Wait until every rank is here."""

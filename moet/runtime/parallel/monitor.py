@@ -86,6 +86,7 @@ class Monitor:
     def close(self) -> None:
         """Stop watching."""
         self._closed.set()
+        self._ends = []
 
     def phases(self) -> str:
         """What every other rank last said it was doing."""

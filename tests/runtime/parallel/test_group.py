@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -133,7 +135,7 @@ def test_a_reason_given_by_one_rank_ends_the_others_in_their_collective() -> Non
 
 
 def test_a_rank_that_does_not_come_to_a_collective_is_waited_for_no_longer_than_stated() -> None:
-    late = threading.Event()
+    late, links = threading.Event(), list[weakref.ref[object]]()
 
     def work(group: Group) -> None:
         group.begin_step()
@@ -141,6 +143,7 @@ def test_a_rank_that_does_not_come_to_a_collective_is_waited_for_no_longer_than_
             group.monitor.phase = "step 1, reading experts"
             late.wait(30)
             return
+        links.append(weakref.ref(group.world))
         try:
             group.gathered(group.world, torch.zeros(1), "sum 3 of stage 0", limit_s=1.5)
         finally:
@@ -150,6 +153,10 @@ def test_a_rank_that_does_not_come_to_a_collective_is_waited_for_no_longer_than_
     assert isinstance(error, GroupError)
     assert "rank 0 (stage 0, tensor rank 0) waited 1.5 s in step 1, sum 3 of stage 0" in str(error)
     assert "rank 1 (stage 0, tensor rank 1): step 1, reading experts" in str(error)
+    del error
+    gc.collect()
+    # To let go of them waits for the other rank, with the interpreter's lock held.
+    assert links[0]() is not None
 
 
 def test_wrong_data_is_found_before_anything_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
