@@ -117,7 +117,7 @@ def measure(
                 yield from _needles(engine, renderer, int(part.split()[1]), amount.texts)
         if part == "text":
             with _engine(pack, variant, num_drafts=NUM_DRAFTS) as engine:
-                yield Finding("", "drafts", drafts(engine, _some(renderer)))
+                yield Finding("", "drafts", drafts(engine, some_of_each(renderer)))
 
 
 def _engine(pack: Path, variant: Variant, num_drafts: int) -> Engine:
@@ -138,7 +138,7 @@ def _text(engine: Engine, renderer: Renderer, amount: Amount) -> Iterator[Findin
     yield Finding("", "speed", speed(engine, told[0]))
 
 
-def _some(renderer: Renderer) -> list[Question]:
+def some_of_each(renderer: Renderer) -> list[Question]:
     """Four questions of each kind."""
     tasks = (STORY, *TASKS.values())
     return [question for task in tasks for question in held_out(task, renderer, 4, seed=3)]
