@@ -5,6 +5,8 @@ Few rows stream the weights, many share tiles; both give a row the same bits. Kn
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,7 @@ from moet.kernels.layout import ExpertRows
 from moet.kernels.moe import ExpertTable, swiglu
 from moet.kernels.moe_layer import RouterWeights, SharedWeights
 from moet.kernels.quant import Activations, as_activations
-from moet.kernels.stream_experts import ExpertPool, SharedExpert
+from moet.kernels.stream_experts import ExpertPool, SharedExpert, Work
 from moet.kernels.stream_gemm import Workspace
 
 
@@ -37,19 +39,16 @@ def route(
     device = device_of(router)
     assert isinstance(router.weight, PackedMatrix)
     logits = device_gemm.multiply(x, router.weight, output="f32")
-    expert_ids, weights = stream_experts.route(
+    return stream_experts.route(
         device.launcher,
         logits,
         top_k=router.top_k,
         scaling_factor=router.scaling_factor,
         bias=router.bias,
         given=None if router.table is None else router.table[token_ids],
+        positions=positions,
         sigmoid=router.sigmoid,
     )
-    if len(positions) == 1:
-        return expert_ids, weights
-    # Fill rows read what the first row reads anyway.
-    return torch.where((positions < 0).unsqueeze(1), expert_ids[:1], expert_ids), weights
 
 
 def pool_of(table: ExpertTable) -> ExpertPool:
@@ -79,9 +78,16 @@ def moe(
         and paired_experts.fits(device.launcher, pool, expert)
     ):
         return _few(x, token_ids, positions, router, table, pool, expert, limit, weigh_output)
+    few_enough = x.num_rows <= device_gemm.STREAM_ROWS
+    if few_enough:
+        x = Activations(x.values, *stream_experts.coded(device.launcher, x))
+        if device.beside is not None and expert is not None and type(table) is ExpertTable:
+            return _beside(
+                x, token_ids, positions, router, table, pool, shared, limit, weigh_output
+            )
     expert_ids, weights = route(x, token_ids, positions, router)
     table.prepare(expert_ids)  # what has to come does so while the shared expert runs
-    if x.num_rows > device_gemm.STREAM_ROWS:
+    if not few_enough:
         dense = _shared(x, shared, device, limit)
         table.join()
         return prefill_gemm.mixture(
@@ -97,33 +103,79 @@ def moe(
             shared=dense,
             dtype=torch.bfloat16,
         )
-    codes, scale = stream_experts.coded(device.launcher, x)
     resident = type(table) is ExpertTable  # then where rows are is known, and their reading may
     work = None  # begin while the shared expert ends
     if resident:
         work = stream_experts.plan(device.launcher, expert_ids, table.slot_of, error=device.error)
-    dense = _shared(Activations(x.values, codes, scale), shared, device, limit)
+    dense = _shared(x, shared, device, limit)
     table.join()
     if work is None:
         work = stream_experts.plan(device.launcher, expert_ids, table.slot_of, error=device.error)
+    inner, outer = (None, weights) if weigh_output else (weights, None)
+    parts = _routed(x, pool, work, device, router.top_k, inner, limit, early=resident)
+    return _sum(parts, device, router.top_k, outer, dense)
+
+
+def _beside(
+    x: Activations,
+    token_ids: Tensor,
+    positions: Tensor,
+    router: RouterWeights,
+    table: ExpertTable,
+    pool: ExpertPool,
+    shared: SharedWeights,
+    limit: float | None,
+    weigh_output: bool,
+) -> Tensor:
+    """For some rows with codes, where all experts are there: the shared one on a stream of its own.
+
+    It runs beside the choice, and what is left of it beside the routed ones.
+    """
+    device = device_of(router)
+    assert device.beside is not None
+    with device.beside.forked():
+        dense = _shared(x, shared, replace(device, counters=device.beside.counters), limit)
+    expert_ids, weights = route(x, token_ids, positions, router)
+    work = stream_experts.plan(device.launcher, expert_ids, table.slot_of, error=device.error)
+    inner, outer = (None, weights) if weigh_output else (weights, None)
+    parts = _routed(x, pool, work, device, router.top_k, inner, limit, early=False)
+    device.beside.join()
+    return _sum(parts, device, router.top_k, outer, dense)
+
+
+def _routed(
+    x: Activations,
+    pool: ExpertPool,
+    work: Work,
+    device: Device,
+    top_k: int,
+    pair_weight: Tensor | None,
+    limit: float | None,
+    *,
+    early: bool,
+) -> Tensor:
+    """The routed experts' outputs [T * top_k, D] bf16. early: of gate and up, as in `gate_up`."""
+    assert x.codes is not None
+    assert x.scale is not None
     hidden = pool.gate_up(
         device.launcher,
-        codes,
-        scale,
+        x.codes,
+        x.scale,
         work,
-        top_k=router.top_k,
-        pair_weight=None if weigh_output else weights,
+        top_k=top_k,
+        pair_weight=pair_weight,
         limit=limit,
         error=device.error,
-        early=resident,
+        early=early,
     )
+    return pool.down(device.launcher, hidden, work, error=device.error, early=True)
+
+
+def _sum(
+    parts: Tensor, device: Device, top_k: int, weights: Tensor | None, shared: Tensor
+) -> Tensor:
     return stream_experts.combine(
-        device.launcher,
-        pool.down(device.launcher, hidden, work, error=device.error, early=resident),
-        top_k=router.top_k,
-        weights=weights if weigh_output else None,
-        shared=dense,
-        dtype=torch.bfloat16,
+        device.launcher, parts, top_k=top_k, weights=weights, shared=shared, dtype=torch.bfloat16
     )
 
 

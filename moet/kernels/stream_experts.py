@@ -57,7 +57,8 @@ class PlanArgs(ctypes.Structure):
 
 class RouteArgs(ctypes.Structure):
     _fields_: ClassVar = [
-        *((name, ctypes.c_void_p) for name in ("logits", "bias", "table", "expert_ids", "weights")),
+        *((name, ctypes.c_void_p) for name in ("logits", "bias", "table", "positions")),
+        *((name, ctypes.c_void_p) for name in ("expert_ids", "weights")),
         *((name, ctypes.c_int32) for name in ("tokens", "experts", "top_k", "sigmoid")),
         ("scaling_factor", ctypes.c_float),
     ]
@@ -78,13 +79,16 @@ def route(
     scaling_factor: float,
     bias: Tensor | None = None,
     given: Tensor | None = None,
+    positions: Tensor | None = None,
     sigmoid: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The experts of each token and their weights.
 
     logits: [T, E] fp32, E <= 512, top_k <= 32. bias: [E] fp32 chooses and does not weigh. given:
-    [T, top_k] int64 fixes the choice. sigmoid: those scores, else sqrt(softplus). Returns ids
-    [T, top_k] int64, best first, and weights [T, top_k] fp32 that sum to scaling_factor.
+    [T, top_k] int64 fixes the choice. positions: [T] int64; below 0 a row means nothing and chooses
+    what the first one does, which is read anyway. sigmoid: those scores, else sqrt(softplus).
+    Returns ids [T, top_k] int64, best first, and weights [T, top_k] fp32; a row's sum to
+    scaling_factor.
     """
     tokens, experts = logits.shape
     if experts > 512 or top_k > 32:
@@ -92,9 +96,9 @@ def route(
     ids = torch.empty(tokens, top_k, dtype=torch.int64, device=logits.device)
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
     args = RouteArgs(
-        *(pointer(x) for x in (logits, bias, given, ids, weights)), tokens, experts, top_k, sigmoid
+        *(pointer(x) for x in (logits, bias, given, positions, ids, weights)),
+        *(tokens, experts, top_k, sigmoid, scaling_factor),
     )
-    args.scaling_factor = scaling_factor
     if tokens:
         launcher.launch("route_experts", grid=tokens, threads=32, shared_bytes=0, args=args)
     return ids, weights

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moet.kernels import device_gemm
-from moet.kernels.device_gemm import Device, PackedMatrix
+from moet.kernels.device_gemm import Beside, Device, PackedMatrix
 from moet.kernels.layout import W2Rows
 from moet.kernels.moe import ExpertTable
 from moet.kernels.moe_layer import RouterWeights, SharedWeights, moe
@@ -64,13 +64,17 @@ class Layer:
         return bound(x, ids, at, self.packed_router, self.table, self.packed_shared, **POLICY)
 
 
+def moved(layer: Layer, device: Device) -> Layer:
+    assert isinstance(layer.packed_router.weight, PackedMatrix)
+    weight = replace(layer.packed_router.weight, device=device)
+    layer.packed_router = replace(layer.packed_router, weight=weight)
+    return layer
+
+
 def paired(layer: Layer, device: Device) -> tuple[Layer, Device]:
     """The same where routed experts of few rows run beside the shared one."""
     other = replace(device, paired_rows=8)
-    assert isinstance(layer.packed_router.weight, PackedMatrix)
-    moved = replace(layer.packed_router.weight, device=other)
-    layer.packed_router = replace(layer.packed_router, weight=moved)
-    return layer, other
+    return moved(layer, other), other
 
 
 @pytest.mark.parametrize("hashed", [False, True])
@@ -93,6 +97,9 @@ def test_rows_have_the_same_bits_however_they_are_launched(device: Device, hashe
     assert torch.equal(layer.on(device, x[:3], ids[:3], positions[:3]), tiled[:3])
     codes = Activations(x[:3], *quantise(device.launcher, x[:3]))
     assert torch.equal(layer.on(device, codes, ids[:3], positions[:3]), tiled[:3])
+    forked = replace(device, beside=Beside.open(device.torch_device))
+    found = moved(layer, forked).on(forked, x[:3], ids[:3], positions[:3])
+    assert torch.equal(found, tiled[:3])
     layer, quick = paired(layer, device)
     for few in (x[:3], codes):
         assert torch.equal(layer.on(quick, few, ids[:3], positions[:3]), tiled[:3])

@@ -159,6 +159,7 @@ struct RouteArgs {
   const float* logits;   // [tokens, experts]
   const float* bias;     // [experts], chooses and does not weigh; or null
   const int64_t* table;  // [tokens, top_k] experts that are given, or null
+  const int64_t* positions;  // [tokens]; below 0 a token chooses what the first one does. Or null
   int64_t* expert_ids;   // [tokens, top_k]
   float* weights;        // [tokens, top_k]
   int tokens, experts, top_k;
@@ -178,7 +179,8 @@ DEVICE float score_of(float x, bool sigmoid) {
 KERNEL(32, 8) route_experts(GRID_CONSTANT RouteArgs p) {
   wait_for_previous_kernel();
   let_next_kernel_start();
-  int lane = threadIdx.x, token = blockIdx.x;
+  int lane = threadIdx.x, row = blockIdx.x;
+  int token = p.positions && p.positions[row] < 0 ? 0 : row;
   const float* logits = p.logits + uint64_t(token) * p.experts;
   float score[SCORES];
   uint32_t key[SCORES];  // in the order of score + bias; 0 is less than all
@@ -218,8 +220,8 @@ KERNEL(32, 8) route_experts(GRID_CONSTANT RouteArgs p) {
     if (lane == k) mine = chosen, my_id = id;
   }
   if (lane < p.top_k) {
-    p.expert_ids[uint64_t(token) * p.top_k + lane] = my_id;
-    p.weights[uint64_t(token) * p.top_k + lane] = div_rn(mine, total == 0.0f ? 1.0f : total) * p.scaling_factor;
+    p.expert_ids[uint64_t(row) * p.top_k + lane] = my_id;
+    p.weights[uint64_t(row) * p.top_k + lane] = div_rn(mine, total == 0.0f ? 1.0f : total) * p.scaling_factor;
   }
 }
 LAUNCHABLE(route_experts, RouteArgs, 32)
