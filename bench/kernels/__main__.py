@@ -9,11 +9,16 @@ from pathlib import Path
 
 import torch
 
-from bench.kernels import decode, peers, prefill
+from bench.kernels import decode, peers, prefill, rows
 from bench.kernels.rig import DEVICE, Bench, read_rate
 from moet.kernels.cubin import Kernels
 
-PARTS = {"decode": decode.measure, "prefill": prefill.measure, "peers": peers.measure}
+PARTS = {
+    "decode": decode.measure,
+    "rows": rows.measure,
+    "prefill": prefill.measure,
+    "peers": peers.measure,
+}
 
 
 def main() -> None:
