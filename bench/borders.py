@@ -1,11 +1,11 @@
 """Where a prompt in chunks first differs from the same in one, on a GPU: op by op, cache by cache.
 
-    python -m bench.borders [--layers N] [--storm SECONDS] [--out FILE]
+    python -m bench.borders [--layers N] [--out FILE]
 
 Every run starts from the same state. Each is made twice: what differs then is no matter of borders.
 The first op that differs is called again with the inputs it had, whole and in part, with other
-garbage in free memory. Dummy weights; also the small models of the tests. A storm runs one layer's
-experts alone, whole and cut anywhere, as often as its seconds allow.
+garbage in free memory. Dummy weights; also the small models of the tests. `bench.races` launches
+its most likely suspects as often as it takes.
 """
 
 from __future__ import annotations
@@ -358,67 +358,14 @@ class Trial:
         return {name: value or "the same" for name, value in found.items()}
 
 
-def storm(device: Device, seconds: float) -> Results:
-    """Random rows through one layer's experts, whole, again, and in two parts."""
-    raw = preset_config("deepseek-v4-flash", "full", 4)
-    made = dummy_model(raw, ModelSettings(arch=device.arch), device, options=DummyOptions(seed=5))
-    table = made.experts.resident(3)  # type: ignore[attr-defined]
-    pool = device_moe.pool_of(table)
-    draw = torch.Generator("cuda").manual_seed(7)
-    until_s = perf_counter() + seconds
-    found: Results = {"launches": 0, "not twice the same": 0, "differ": 0, "told": []}
-    while perf_counter() < until_s:
-        total = int(torch.randint(300, 4097, (1,)))
-        first = int(torch.randint(257, max(258, total - 1), (1,)))
-        x = torch.randn(total, 4096, device="cuda", generator=draw).bfloat16()
-        popular = torch.randn(256, device="cuda", generator=draw)  # some experts
-        chance = torch.rand(total, 256, device="cuda", generator=draw) + 0.1 * popular
-        ids = chance.topk(6).indices
-        weights = torch.rand(total, 6, device="cuda", generator=draw)
-        kept: Kept = []
-        calls: list[Mixture] = []
-        with watching_experts(kept, calls):
-            for part in (slice(0, total), slice(0, total), slice(0, first), slice(first, total)):
-                if part.stop - part.start <= 256:
-                    continue
-                prefill_gemm.mixture(
-                    device.launcher,
-                    pool,
-                    x[part].contiguous(),
-                    ids[part].contiguous(),
-                    weights[part].contiguous(),
-                    table.slot_of,
-                    limit=10.0,
-                    error=device.error,
-                )
-        found["launches"] += len(calls)
-        found["not twice the same"] += not torch.equal(calls[0].hidden, calls[1].hidden)
-        for call, start in zip(calls[2:], (0, first), strict=False):
-            wanted = calls[0].hidden[start * 6 :][: len(call.hidden)]
-            if not torch.equal(call.hidden, wanted):
-                found["differ"] += 1
-                if len(found["told"]) < 4:
-                    found["told"].append({"total": total} | (explain(calls[0], call, start) or {}))
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=16, help="of the full size; 0: none")
-    parser.add_argument("--storm", type=float, default=0.0)
+    parser.add_argument("--layers", type=int, default=16, help="of the full size")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     device = open_gpu()
     results: Results = {"hardware": torch.cuda.get_device_name()}
-    if args.storm:
-        results["storm"] = storm(device, args.storm)
-        print(json.dumps(results, indent=1), flush=True)
-        torch.cuda.empty_cache()
     trials = [("full", args.layers, 1), ("small", None, 0), ("small", None, 3), ("tiny", None, 0)]
-    if args.out:
-        args.out.write_text(json.dumps(results, indent=1, default=str))
-    if args.layers == 0:
-        return
     for size, layers, seed in trials:
         try:
             trial = Trial(size, layers, device, seed)

@@ -30,7 +30,6 @@ from moet.config import ModelSettings
 from moet.kernels import prefill_gemm
 from moet.kernels.device_gemm import Device
 from moet.kernels.layout import W2Rows
-from moet.kernels.stream_gemm import StreamLinear
 from moet.models.base import ForwardInput, ResidentProvider
 from moet.models.deepseek_v4 import DeepseekV4
 from moet.models.dummy import DummyOptions
@@ -38,7 +37,6 @@ from moet.runtime.dummy import dummy_model, preset_config
 
 FORMS = (False, True)
 OPS = ("attention", "index", "query_heads", "hc_", "inputs")
-DENSE = ((8192, 1536, 4096), (8192, 32768, 1024), (8192, 4096, 8192), (1024, 4096, 8192))
 
 
 def experts(bench: Bench, tokens: int) -> None:
@@ -76,48 +74,8 @@ def plan(bench: Bench, tokens: int) -> None:
         bench.add(f"{name}, {tokens} tokens", us, "us", "lower", None, 0.0)
 
 
-def swizzled(bench: Bench) -> None:
-    """Tokens in swizzled rows against core matrices: the same bits, how fast."""
-    kernels, error = bench.kernels, bench.error
-
-    def forms(name: str, flops: float, call: Callable[[bool], torch.Tensor]) -> None:
-        same = torch.equal(call(False), call(True))
-        bench.add(f"{name}, swizzled tokens have the same bits", float(same), "", "higher", None, 1)
-        for form in FORMS:
-            us = bench.time_us([partial(call, form)] * 2)
-            bench.computed(f"{name}, swizzled {form}", "", us, flops, 0.0)
-
-    for t, n, k in DENSE:
-        plane = torch.randint(0, 0x60, (n, k), dtype=torch.uint8, device=DEVICE)
-        scale = torch.full((n // 128, k // 128), 2.0**-8, device=DEVICE)
-        weight = StreamLinear("fp8", plane, scale, n, k)
-        x = torch.randn(t, k, device=DEVICE).bfloat16()
-        both = [prefill_gemm.make_tiles(kernels, x, swizzled=form) for form in FORMS]
-        forms(
-            f"fp8 {t} x {n}x{k}",
-            2.0 * t * n * k,
-            lambda form, w=weight, b=both, t=t: prefill_gemm.linear(  # type: ignore[misc]
-                kernels, w, b[form], t, error=error
-            ),
-        )
-    pool, ids = random_pool(W2Rows(4096, 2048), EXPERTS), routed(8192, 0.5)
-    work = prefill_gemm.plan_rows(ids, torch.arange(EXPERTS, device=DEVICE), 128)
-    x = torch.randn(8192, 4096, device=DEVICE).bfloat16()
-    made = [
-        prefill_gemm.make_tiles(kernels, x, work=work, top_k=TOP_K, swizzled=form) for form in FORMS
-    ]
-    forms(
-        "w2 w13 8192 tokens",
-        4.0 * 8192 * TOP_K * 4096 * 2048,
-        lambda form: prefill_gemm.gate_up(
-            kernels, pool, made[form], work, pair_weight=None, limit=10.0, error=error
-        ),
-    )
-
-
 def products(device: Device) -> Any:
     bench = Bench(device.launcher, device.error)  # type: ignore[arg-type]
-    bench.attempt(swizzled)
     for tokens in (8192, 1024):
         bench.attempt(plan, tokens)
         bench.attempt(experts, tokens)

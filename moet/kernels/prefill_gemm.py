@@ -60,13 +60,11 @@ class Tiles:
 
     data: uint8 [tiles, chunks, rows * 132]: the fp32 scales of a chunk's rows, then their e4m3
     bytes; for bf16 [tiles, chunks, rows * 128], without scales. Rows past a tile's end are not
-    written, except up to a multiple of 8. swizzled: a row's bytes lie together, see
-    `csrc/prefill_gemm.cuh`.
+    written, except up to a multiple of 8.
     """
 
     data: Tensor
     k: int
-    swizzled: bool = False
 
 
 def tile_rows(launcher: Launcher) -> int:
@@ -149,7 +147,6 @@ def make_tiles(
     work: Work | None = None,
     top_k: int = 1,
     fp8: bool = True,
-    swizzled: bool = False,
 ) -> Tiles:
     """x: [T, K] bf16, K % 32 == 0. fp8: e4m3 by the recipe of `stream_experts.quantise`.
 
@@ -169,18 +166,19 @@ def make_tiles(
     args.chunks, args.tokens = chunks, rows
     if count and num_rows:
         launcher.launch(
-            f"lay_{'swizzled' if swizzled else 'tiles'}_{'fp8' if fp8 else 'bf16'}",
+            f"lay_tiles_{'fp8' if fp8 else 'bf16'}",
             grid=min(count * chunks, 8 * launcher.num_sms),
             threads=256,
             shared_bytes=0,
             args=args,
         )
-    return Tiles(data, k, swizzled)
+    return Tiles(data, k)
 
 
 def _shared_bytes(codec: str, output: str, rows: int, waiting: int, most: int) -> int:
-    """Barriers, stages of tokens, places of weights, and waiting sums (for SwiGLU, and what the
-    warpgroups exchange). Raises UnsupportedError if that is more than `most`."""
+    """Barriers, stages of tokens and a place more of scales, places of weights, and waiting sums
+    (for SwiGLU, and what the warpgroups exchange). Raises UnsupportedError if that is more than
+    `most`."""
     stages, depth = DEPTHS[f"{codec}_{output}"][rows < 128]
     place = 256 * CODE_BYTES[codec]
     if codec == "fp8":
@@ -188,7 +186,7 @@ def _shared_bytes(codec: str, output: str, rows: int, waiting: int, most: int) -
     elif codec != "bf16":
         place += 256 * (4 if rows < 128 or codec == "nvfp4" else 8)  # scales and row bases
     sums = rows // 2 * 128 * 4  # of a warpgroup
-    total = 128 + stages * rows * (128 if codec == "bf16" else 132)
+    total = 128 + stages * rows * 128 + (0 if codec == "bf16" else (stages + 1) * rows * 4)
     total += depth * place + 2 * waiting * sums
     if output == "swiglu":
         total += sums + 2 * (rows // 2 * 144 + rows * 8)
@@ -208,7 +206,7 @@ def _run(
     args.first_half_stages = half
     waiting = 2 if args.segments > 1 or args.slices > 1 else 1
     launcher.launch(
-        f"{'swizzled' if tiles.swizzled else 'prefill'}_{codec}_{name}",
+        f"prefill_{codec}_{name}",
         grid=max(1, min(tiles.data.shape[0] * args.tiles, launcher.num_sms)),
         threads=THREADS,
         shared_bytes=_shared_bytes(

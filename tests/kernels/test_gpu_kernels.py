@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.kernels.rig import random_pool
+from bench.races import of_experts, storm
 from moet.kernels import prefill_gemm
 from moet.kernels.cubin import Kernels
 from moet.kernels.layout import ExpertRows, Mxfp4Rows, W2Rows
@@ -166,6 +168,15 @@ def test_bf16_linear_at_every_size(kernels: Kernels, error: Tensor, n: int, k: i
         assert torch.equal(one[0], y[0])
         tiles = prefill_gemm.make_tiles(kernels, x, fp8=False)
         assert torch.equal(prefill_gemm.linear(kernels, linear, tiles, t, error=error), y)
+
+
+def test_prefill_has_the_same_bits_every_time(kernels: Kernels, error: Tensor) -> None:
+    pool = random_pool(W2Rows(4096, 2048), 256)
+    for call in of_experts(kernels, pool, error, 1500).values():
+        made = [call() for _ in range(3)]
+        assert torch.equal(made[0], made[1])
+        assert torch.equal(made[0], made[2])
+        assert storm(call, made[0], 1000) == 0
 
 
 def test_route_chooses_as_a_stable_sort(kernels: Kernels) -> None:

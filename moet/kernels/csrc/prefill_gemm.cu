@@ -15,7 +15,7 @@ struct TileArgs {
 // A tile's chunk: 128 bytes of each of its tokens, as a shared-memory operand lies. Eight lanes take
 // eight tokens, four lanes the 32-byte blocks of a token. FP8: 128 columns with one scale; else 64 bf16.
 // Groups of eight without a token are left as they are.
-template <bool SCALED, bool SWIZZLED>
+template <bool SCALED>
 DEVICE void lay_chunk(const TileArgs& p, int item) {
   int e = item / p.chunks, chunk = item - e * p.chunks;
   Entry t = {0, 0, e * p.tokens, p.num_rows - e * p.tokens};
@@ -31,11 +31,6 @@ DEVICE void lay_chunk(const TileArgs& p, int item) {
     const uint16_t* from = p.x + uint64_t(row) * p.ld_x + (valid ? column : 0);
     uint4 a, b;
     uint8_t* to = stage + uint64_t(first) * 128 + block * 256 + (lane & 7) * 16;
-    int second = 128;
-    if constexpr (SWIZZLED) {
-      int at = (2 * block ^ (lane & 7)) * 16;
-      to = stage + uint64_t(token) * 128 + at, second = (at ^ 16) - at;
-    }
     if constexpr (SCALED) {
       uint32_t words[16];
       load_bf16x32(from, valid, words);
@@ -53,16 +48,16 @@ DEVICE void lay_chunk(const TileArgs& p, int item) {
       b = {u.y, u.w, v.y, v.w};
     }
     *reinterpret_cast<uint4*>(to) = a;
-    *reinterpret_cast<uint4*>(to + second) = b;
+    *reinterpret_cast<uint4*>(to + 128) = b;
   }
 }
 
-template <bool SCALED, bool SWIZZLED = false>
+template <bool SCALED>
 DEVICE void lay_all(const TileArgs& p) {
   wait_for_previous_kernel();
   let_next_kernel_start();
   int entries = p.entries ? *p.num_entries : (p.num_rows + p.tokens - 1) / p.tokens;
-  for (int i = blockIdx.x; i < entries * p.chunks; i += gridDim.x) lay_chunk<SCALED, SWIZZLED>(p, i);
+  for (int i = blockIdx.x; i < entries * p.chunks; i += gridDim.x) lay_chunk<SCALED>(p, i);
 }
 KERNEL(256, 4) lay_tiles_fp8(GRID_CONSTANT TileArgs p) { lay_all<true>(p); }
 LAUNCHABLE(lay_tiles_fp8, TileArgs, 256)
@@ -92,13 +87,3 @@ PREFILL(prefill_fp8_bf16, FP8, STORE_BF16, 3, 3, 3, 0)
 PREFILL(prefill_bf16_bf16, BF16, STORE_BF16, 3, 3, 3, 0)
 PREFILL(prefill_fp8_f32, FP8, STORE_F32, 3, 3, 3, 0)
 PREFILL(prefill_bf16_f32, BF16, STORE_F32, 3, 3, 3, 0)
-
-#if MOET_SM == 90 && !defined(MOET_EMULATE)  // to compare
-KERNEL(256, 4) lay_swizzled_fp8(GRID_CONSTANT TileArgs p) { lay_all<true, true>(p); }
-KERNEL(PREFILL_THREADS, 1) swizzled_fp8_bf16(GRID_CONSTANT StreamArgs args) {
-  PrefillGemm<FP8, 16, STORE_BF16, 3, 3, true>(args).run();
-}
-KERNEL(PREFILL_THREADS, 1) swizzled_w2_swiglu(GRID_CONSTANT StreamArgs args) {
-  PrefillGemm<W2, 16, SWIGLU, 4, 6, true>(args).run();
-}
-#endif

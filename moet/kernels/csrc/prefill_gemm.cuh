@@ -1,8 +1,8 @@
 // GEMM for many rows on the planes of the streaming GEMM: a CTA computes 128 weight rows of one tile of
 // up to 8 GROUPS tokens. Weights are decoded once per tile in registers and meet all its tokens; the next
 // chunk's are read while the matrix units are busy. Each lane copies its own weights through a private
-// ring, ahead and across tiles (DEPTH 0: reads them a chunk ahead); the tokens come as tiles laid out for the matrix units (TileArgs below),
-// one copy a chunk, by a warpgroup of its own.
+// ring, ahead and across tiles (DEPTH 0: reads them a chunk ahead); the tokens come as tiles laid out for
+// the matrix units (TileArgs), their scales and they in a copy each, by a warpgroup of its own.
 //
 // The sum of a row has the very order of stream_gemm.cuh (segments, halves, slices), so that a token's
 // result has the same bits whether it was prefilled or decoded, and whatever else was in its tile.
@@ -15,9 +15,7 @@
 constexpr int PREFILL_THREADS = 384;  // two warpgroups that multiply, one whose first thread copies
 constexpr int STAGED_COLUMNS = 72;    // of a staged token: 64, and room that keeps banks apart
 
-// SWIZZLED (sm_90a): a token's 128 bytes of a chunk lie in a row, its sixteen-byte pieces exchanged by the
-// token's number, as matrix units read them without conflicts of banks; the stages' scales lie apart.
-template <int CODEC, int GROUPS, int EPILOGUE, int STAGES, int DEPTH, bool SWIZZLED = false>
+template <int CODEC, int GROUPS, int EPILOGUE, int STAGES, int DEPTH>
 struct PrefillGemm {
   static constexpr int TOKENS = 8 * GROUPS;
   // Token groups of an entry at most: NVFP4 sums three times and has registers for fewer.
@@ -27,7 +25,8 @@ struct PrefillGemm {
   static constexpr bool SCALED = CODEC != BF16;
   static constexpr bool POWERS = has_scale_plane(CODEC);      // weight scales ride in exponents
   static constexpr bool PLANE = POWERS || CODEC == NVFP4;     // a word of scales a lane
-  // A stage: the scales of a chunk's tokens, then the tokens. A place: a chunk's weights, of all lanes.
+  // In global memory a stage is the scales of a chunk's tokens, then the tokens; in shared memory they
+  // lie apart. A place: a chunk's weights, of all lanes.
   static constexpr int TOKEN_SCALE_BYTES = SCALED ? TOKENS * 4 : 0;
   static constexpr int STAGE_BYTES = TOKEN_SCALE_BYTES + TOKENS * 128;
   static constexpr int CODE_PLACE_BYTES = THREADS * WORDS * 16;
@@ -52,7 +51,7 @@ struct PrefillGemm {
     uint32_t base;
     float weight_scale;
   } ahead;
-  int place, stage, parity;
+  int place, stage, parity, scale_place;
 
   // The item at work, and what this thread knows of its token tid % 128.
   Entry now;
@@ -69,16 +68,15 @@ struct PrefillGemm {
   }
 
   // A stage's barriers: its bytes are here; its eight warps are done with them.
-  DEVICE static uint8_t* control() { return dynamic_shared() + (SWIZZLED ? STAGES * TOKENS * 128 : 0); }
-  DEVICE static uint64_t* full(int s) { return reinterpret_cast<uint64_t*>(control()) + s; }
+  DEVICE static uint64_t* full(int s) { return reinterpret_cast<uint64_t*>(dynamic_shared()) + s; }
   DEVICE static uint64_t* empty(int s) { return full(STAGES + s); }
-  DEVICE static uint8_t* ring(int s) {  // a stage's scales
-    return control() + 128 + s * (SWIZZLED ? TOKEN_SCALE_BYTES : STAGE_BYTES);
-  }
-  DEVICE static uint8_t* tokens_at(int s) {
-    return SWIZZLED ? dynamic_shared() + s * TOKENS * 128 : ring(s) + TOKEN_SCALE_BYTES;
-  }
-  DEVICE static uint8_t* places(int s) { return ring(STAGES) + s * PLACE_BYTES; }
+  // A load may be served after its warp has arrived at a barrier. Scales are sure to have been read when
+  // they are multiplied with, which may be after the warp left the stage but is before it leaves the next
+  // one: there is a place more for them than there are stages.
+  static constexpr int SCALE_PLACES = STAGES + 1;
+  DEVICE static uint8_t* scales_at(int s) { return dynamic_shared() + 128 + s * TOKEN_SCALE_BYTES; }
+  DEVICE static uint8_t* tokens_at(int s) { return scales_at(SCALE_PLACES) + s * (TOKENS * 128); }
+  DEVICE static uint8_t* places(int s) { return tokens_at(STAGES) + s * PLACE_BYTES; }
   // Places of this thread, 128 floats apart, of warpgroups one after the other. Those of a are there if
   // segments or slices are several.
   DEVICE float* waiting_b() const {
@@ -121,9 +119,9 @@ struct PrefillGemm {
     return EPILOGUE == SWIGLU ? in_segment * 4 + warp : in_segment * 8 + group * 4 + warp;
   }
 
-  // The copying thread: a chunk of tokens in one piece.
+  // The copying thread.
   DEVICE void copy_all() {
-    int to = 0, turn = 1;  // a new barrier's phase before the first counts as ended
+    int to = 0, scales_to = 0, turn = 1;  // a new barrier's phase before the first counts as ended
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
       int e = item / p.tiles;
       uint32_t bytes = TOKEN_SCALE_BYTES + groups_of(entry(e).count) * 1024;
@@ -131,12 +129,9 @@ struct PrefillGemm {
       for (int chunk = 0; chunk < total_chunks; chunk++) {
         barrier_wait(empty(to), turn);
         barrier_arrive_expecting(full(to), bytes);
-        if constexpr (SWIZZLED) {
-          if (SCALED) copy_bulk(ring(to), from, TOKEN_SCALE_BYTES, full(to));
-          copy_bulk(tokens_at(to), from + TOKEN_SCALE_BYTES, bytes - TOKEN_SCALE_BYTES, full(to));
-        } else {
-          copy_bulk(ring(to), from, bytes, full(to));
-        }
+        if constexpr (SCALED) copy_bulk(scales_at(scales_to), from, TOKEN_SCALE_BYTES, full(to));
+        if (++scales_to == SCALE_PLACES) scales_to = 0;
+        copy_bulk(tokens_at(to), from + TOKEN_SCALE_BYTES, bytes - TOKEN_SCALE_BYTES, full(to));
         from += STAGE_BYTES;
         if (++to == STAGES) to = 0, turn ^= 1;
       }
@@ -237,6 +232,7 @@ struct PrefillGemm {
 
   // This warp is done with a stage. The debug build lets every lane say so: race checkers follow that.
   DEVICE void leave_stage() {
+    if (++scale_place == SCALE_PLACES) scale_place = 0;
     sync_warp();
     if (LEAVING == THREADS || lane == 0) barrier_arrive(empty(stage));
     if (++stage == STAGES) stage = 0, parity ^= 1;
@@ -247,11 +243,11 @@ struct PrefillGemm {
   static constexpr int LEAVING = THREADS / 32;
 #endif
 
-  // The scales of this lane's tokens at the stage.
+  // The scales of this lane's tokens in the chunk.
   template <int NT>
   DEVICE void read_scales(float* scales_of) const {
     if constexpr (SCALED) {
-      const float* s = reinterpret_cast<const float*>(ring(stage)) + 2 * (lane & 3);
+      const float* s = reinterpret_cast<const float*>(scales_at(scale_place)) + 2 * (lane & 3);
 #pragma unroll
       for (int n = 0; n < NT; n++) scales_of[2 * n] = s[8 * n], scales_of[2 * n + 1] = s[8 * n + 1];
     }
@@ -295,14 +291,13 @@ struct PrefillGemm {
       if constexpr (DEPTH == 0) next_chunk_of_weights(following);
       barrier_wait(full(stage), parity);
       BOperand b = b_operand(tokens_at(stage), 1024);
-      if constexpr (SWIZZLED) b = swizzled(b);
       mma_begin();
 #if MOET_SM == 120
       if (in_segment & 1)
         wide_chunk<CODEC, NT, 1>(part, a, b, chunk.scale);
       else
 #endif
-        wide_chunk<CODEC, NT, 0, SWIZZLED ? 32 : 256>(part, a, b, chunk.scale);
+        wide_chunk<CODEC, NT, 0>(part, a, b, chunk.scale);
       mma_commit();
       // Codes that are operands as they stand may not be overwritten while they are read.
       if constexpr (DEPTH > 0 && PLANE) next_chunk_of_weights(following);
@@ -327,7 +322,7 @@ struct PrefillGemm {
   // added to the chunk's times the block's scale.
   template <int NT>
   DEVICE void multiply_blocks(float* sum, const Chunk& chunk) const {
-    BOperand b = b_operand(ring(stage) + TOKEN_SCALE_BYTES, 1024);
+    BOperand b = b_operand(tokens_at(stage), 1024);
     uint32_t low_block = lane & 2 ? 0u : ~0u;  // lanes with columns 0..15 of every 32
     uint32_t e = 14 * 0x04040404u, low = e2m1_low(e), high = e2m1_high(e);
 #pragma unroll
@@ -447,7 +442,7 @@ struct PrefillGemm {
   }
 
   DEVICE void multiply_all() {
-    place = stage = parity = 0;
+    place = stage = parity = scale_place = 0;
     next_item = blockIdx.x;
     aim();
     for (int s = 0; s < DEPTH; s++) fetch(s);

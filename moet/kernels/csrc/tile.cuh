@@ -13,7 +13,6 @@ DEVICE constexpr int tile_groups(int groups) {
 }
 
 #ifdef MOET_EMULATE  // where nothing runs at the same time
-DEVICE BOperand swizzled(BOperand b) { return b; }
 template <int COUNT>
 DEVICE void results_are_here(float*) {}
 // Two 16-byte rows of a lane's matrix pair: lane l < 16 names row l of two 8 x 8 matrices of 16 bits.
@@ -29,13 +28,6 @@ DEVICE void store_transposed(void* to, uint32_t first, uint32_t second) {
   });
 }
 #else
-// An operand whose rows of 128 bytes are swizzled.
-DEVICE BOperand swizzled(BOperand b) {
-#if MOET_SM == 90
-  b.high |= 1u << 30;
-#endif
-  return b;
-}
 // Results of matrix instructions are touched only below this, whatever the compiler would like.
 template <int COUNT>
 DEVICE void results_are_here(float* d) {
@@ -104,12 +96,11 @@ DEVICE void wide_mma(float* d, const uint32_t* a, BOperand b, int add) {
 #endif
 
 // chunk_mma for any number of token groups that tile_groups gives.
-// STEP: bytes from one instruction's columns to the next one's.
-template <int CODEC, int NT, int PAIR, int STEP = 256>
+template <int CODEC, int NT, int PAIR>
 DEVICE void wide_chunk(float* part, const uint32_t (*a)[4], BOperand b, const RowScale& s) {
 #if MOET_SM == 90
 #pragma unroll
-  for (int j = 0; j < 4; j++) wide_mma<CODEC, NT>(part, a[j], b_advance(b, STEP * j), j > 0);
+  for (int j = 0; j < 4; j++) wide_mma<CODEC, NT>(part, a[j], b_advance(b, 256 * j), j > 0);
 #else
   chunk_mma<CODEC, NT, PAIR>(part, a, b, s);
 #endif
