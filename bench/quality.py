@@ -4,9 +4,10 @@
 
 Greedy answers to held-out questions through moet's own engine: exact sums, needles by
 distance, tool calls token for token, JSON against its schema; perplexity of the wanted answers; how
-many drafts hold, by place. Each part of each variant is a process with one thread, `--jobs` of
-them at a time. `--only` measures some variants and `--deadline-s` stops in time; what is not
-measured stays as it was and is listed.
+many drafts hold, by place. Half of a variant's parts are a process with one thread, `--jobs` of
+them at a time, and figures are written as they come. `--only` measures some variants, `--missing`
+what is not there yet, and `--deadline-s` stops in time; what is not measured stays as it was and is
+listed.
 """
 
 from __future__ import annotations
@@ -18,20 +19,26 @@ import os
 import queue
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from bench.quality_codebook import ASYMMETRIC, SYMMETRIC
-from bench.quality_measure import PARTS, Amount, Finding, Variant, measure
+from bench.quality_measure import PARTS, SHOWN, Amount, Finding, Variant, measure
 from bench.quality_report import Models, judged, plot, table
 from bench.train_demo.tokenizer import Family
 from moet.bench import results
 from moet.config import ExpertConfig, Precision
 
 RESULTS = Path(__file__).parent / "results" / "quality.json"
+WRITE_EVERY_S = 10.0
+GROUPS = (
+    ("answers", "text", "sums"),
+    ("needle 8000", "needle 2000", "needle 4000", "needle 1000", "needle 500"),
+)
+"""What one process measures, what says most first."""
 
 
 def _gate(tau: float, prefill: Precision | None = None) -> Variant:
@@ -70,8 +77,11 @@ class Job:
     family: Family
     folder: Path
     variant: Variant
-    part: str
+    parts: tuple[str, ...]
     amount: Amount
+
+    def __str__(self) -> str:
+        return f"{self.family}, {self.variant.name}, {' + '.join(self.parts)}"
 
 
 Findings: TypeAlias = "Queue[tuple[Job, Finding | None]]"
@@ -83,18 +93,29 @@ def _work(job: Job, out: Findings) -> None:
 
     torch.set_num_threads(1)
     try:
-        for finding in measure(job.family, job.folder, job.variant, job.part, job.amount):
+        for finding in measure(job.family, job.folder, job.variant, job.parts, job.amount):
             out.put((job, finding))
     except Exception:  # the other jobs go on
-        print(f"{job.family}, {job.variant.name}, {job.part}:\n{traceback.format_exc()}")
+        print(f"{job}:\n{traceback.format_exc()}", flush=True)
     out.put((job, None))
 
 
-def run(jobs: list[Job], models: Models, *, at_a_time: int, deadline_s: float) -> None:
-    """Do the jobs and put what they find into `models`; ends those that run past the deadline."""
+def run(
+    jobs: list[Job],
+    models: Models,
+    *,
+    at_a_time: int,
+    deadline_s: float,
+    write: Callable[[], None],
+) -> None:
+    """Do the jobs and put what they find into `models`; ends those that run past the deadline.
+
+    write: called every few seconds, so that what was found is not lost with this process.
+    """
     context = mp.get_context("spawn")
     found: Findings = context.Queue()
-    end = time.monotonic() + deadline_s
+    written = time.monotonic()
+    end = written + deadline_s
     waiting, running = list(reversed(jobs)), {}
     while (waiting or running) and time.monotonic() < end:
         while waiting and len(running) < at_a_time:
@@ -105,17 +126,21 @@ def run(jobs: list[Job], models: Models, *, at_a_time: int, deadline_s: float) -
             job, finding = found.get(timeout=1.0)
         except queue.Empty:
             for job in [job for job, process in running.items() if process.exitcode]:
-                print(f"{job.family}, {job.variant.name}, {job.part}: died", flush=True)
+                print(f"{job}: died", flush=True)
                 del running[job]
             continue
         if finding is None:
             running.pop(job, None)
         else:
             _keep(models, job, finding)
+        if time.monotonic() - written > WRITE_EVERY_S:
+            write()
+            written = time.monotonic()
     for process in running.values():
         process.terminate()
     for job in [*running, *waiting]:
-        print(f"not finished: {job.family}, {job.variant.name}, {job.part}", flush=True)
+        print(f"not finished: {job}", flush=True)
+    write()
 
 
 def _keep(models: Models, job: Job, finding: Finding) -> None:
@@ -124,14 +149,15 @@ def _keep(models: Models, job: Job, finding: Finding) -> None:
     place[finding.name] = finding.value
 
 
-def _is_done(models: Models, job: Job) -> bool:
-    """Whether the table has all that a job would find."""
-    row = models.get(job.family, {}).get(job.variant.name, {})
-    if job.part == "text":
-        return {"perplexity", "samples", "speed", "drafts"} <= row.keys()
-    if PARTS[job.part]:
-        return set(PARTS[job.part]) <= _in(row, "tasks").keys()
-    return job.part.split()[1] in _in(row, "needle")
+def _is_done(models: Models, family: Family, variant: Variant, part: str) -> bool:
+    """Whether the table has all that a part would find."""
+    row = models.get(family, {}).get(variant.name, {})
+    if part == "text":
+        shown = {"samples", "speed"} if variant.name == SHOWN else set()
+        return {"perplexity", "drafts", *shown} <= row.keys()
+    if PARTS[part]:
+        return set(PARTS[part]) <= _in(row, "tasks").keys()
+    return part.split()[1] in _in(row, "needle")
 
 
 def missing(models: Models, families: Iterable[Family], longest: int) -> list[str]:
@@ -183,39 +209,36 @@ def main() -> None:
         folders[family] = Path(folder)
     amount = Amount(args.questions, args.texts, args.longest)
     wanted = [name.strip() for name in args.only.split(";") if name.strip()]
-    jobs = [
-        Job(family, folder, variant, part, amount)
-        for part in PARTS
-        for family, folder in folders.items()
-        for variant in VARIANTS[family]
-        if not wanted or variant.name in wanted
-        if not part.startswith("needle") or int(part.split()[1]) <= args.longest
-    ]
-    if args.missing:
-        jobs = [job for job in jobs if not _is_done(models, job)]
+    jobs = []
+    for family, folder in folders.items():
+        for variant in VARIANTS[family]:
+            for group in GROUPS:
+                parts = [
+                    part
+                    for part in group
+                    if not part.startswith("needle") or int(part.split()[1]) <= args.longest
+                    if not (args.missing and _is_done(models, family, variant, part))
+                ]
+                if parts and (not wanted or variant.name in wanted):
+                    jobs.append(Job(family, folder, variant, tuple(parts), amount))
     began = time.monotonic()
-    # The variants that say most begin first; of each, what takes longest.
-    jobs.sort(
-        key=lambda job: (
-            SHARED.index(job.variant) if job.variant in SHARED else len(SHARED),
-            -_weight(job.part),
-        )
-    )
-    run(jobs, models, at_a_time=args.jobs, deadline_s=args.deadline_s)
-    more = {"models": models, "not measured": missing(models, folders, args.longest)}
+    # The variants that say most begin first.
+    jobs.sort(key=lambda job: SHARED.index(job.variant) if job.variant in SHARED else len(SHARED))
     command = (
         f"python -m bench.quality --questions {amount.questions} --texts {amount.texts} "
         f"--longest {amount.longest} " + " ".join(args.models)
     )
     hardware = f"{results.this_machine()}, {args.jobs} processes of one thread"
-    results.write(args.out, results.report(command, judged(models), hardware=hardware, more=more))
+
+    def write() -> None:
+        more = {"models": models, "not measured": missing(models, folders, args.longest)}
+        report = results.report(command, judged(models), hardware=hardware, more=more)
+        results.write(args.out, report)
+
+    run(jobs, models, at_a_time=args.jobs, deadline_s=args.deadline_s, write=write)
     print(table(models))
-    print(f"{len(more['not measured'])} figures missing; {time.monotonic() - began:.0f} s")
-
-
-def _weight(part: str) -> int:
-    """About how long a part takes beside the others."""
-    return int(part.split()[1]) if part.startswith("needle") else {"text": 3000}.get(part, 5000)
+    gaps = missing(models, folders, args.longest)
+    print(f"{len(gaps)} figures missing; {time.monotonic() - began:.0f} s")
 
 
 if __name__ == "__main__":
