@@ -32,7 +32,7 @@ from moet.models.base import TensorSource
 from moet.models.formats import dequantize_fp8_block, quantize_fp8_block
 from moet.models.sharding import WHOLE, Shard, ShardedSource
 
-ROUNDED_ROWS = 4096  # of a weight that is rounded at once, in float64; whole blocks of scales
+ROUNDED_ROWS = 1024  # of a weight that is rounded at once, in float64; whole blocks of scales
 
 
 class Weights:
