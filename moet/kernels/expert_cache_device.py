@@ -67,7 +67,7 @@ class FetchList:
     """A fetch list on the device, for layers of at most so many experts, and what was counted.
 
     rows, slots: [num_experts] int32. count: [1] int32. num_posted: [1] int32, rows that were ever
-    listed. ready: [2] int32, of `bring_on_device`. counters: [num_layers, 3] int64, hits, misses
+    listed. ready: [3] int32, of `bring_on_device`. counters: [num_layers, 3] int64, hits, misses
     and nanoseconds of copying so far.
     """
 
@@ -82,9 +82,9 @@ class FetchList:
     def on(cls, device: torch.device | str, num_experts: int, num_layers: int) -> FetchList:
         """An empty one."""
         with torch.inference_mode(False):  # to stay writable outside of a forward pass
-            numbers = torch.zeros(2 * num_experts + 4, dtype=torch.int32, device=device)
+            numbers = torch.zeros(2 * num_experts + 5, dtype=torch.int32, device=device)
             counters = torch.zeros(num_layers, 3, dtype=torch.int64, device=device)
-        sizes = [num_experts, num_experts, 1, 1, 2]
+        sizes = [num_experts, num_experts, 1, 1, 3]
         rows, slots, count, posted, ready = numbers.split_with_sizes(sizes)
         return cls(rows, slots, count, posted, ready, counters)
 
@@ -225,10 +225,15 @@ def bring_on_device(
     lists: Sequence[tuple[Tensor, Tensor]] = (),
     num_ctas: int = FETCH_CTAS,
     timeout_s: float = 2.0,
+    quick: bool = False,
 ) -> None:
-    """resolve_on_device and then fetch_on_device in one launch, whose CTAs wait for each other."""
+    """resolve_on_device and then fetch_on_device in one launch, whose CTAs wait for each other.
+
+    quick: see from the first list whether anything is missing, and leave if not. It must have every
+    expert of expert_ids once, with its slot or -1, and room for as many as these are.
+    """
     launcher.launch(
-        "bring_experts",
+        "bring_missing_experts" if quick else "bring_experts",
         grid=num_ctas,
         threads=RESOLVE_THREADS,
         shared_bytes=RESOLVE_SHARED_BYTES,
@@ -247,7 +252,7 @@ class DeviceCache:
     """A pool of slots on a GPU that fetches rows itself, with what its two kernels need.
 
     side: a stream on which rows are copied while the current one goes on; None: they come in turn.
-    timeout_s: after which a fetch gives up on rows from disk.
+    timeout_s: after which a fetch gives up on rows from disk. quick: as in bring_on_device.
     """
 
     launcher: Launcher
@@ -259,6 +264,7 @@ class DeviceCache:
     side: torch.cuda.Stream | None = None
     num_ctas: int = FETCH_CTAS
     timeout_s: float = 2.0
+    quick: bool = False
 
     def prepare(
         self,
@@ -286,6 +292,7 @@ class DeviceCache:
                 lists=lists,
                 num_ctas=self.num_ctas,
                 timeout_s=self.timeout_s,
+                quick=self.quick,
             )
             return
         resolve_on_device(

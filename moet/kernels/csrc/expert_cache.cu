@@ -1,5 +1,5 @@
 // The slot table of the expert cache, and rows from host memory into slots: see expert_cache.py.
-#include "device.cuh"
+#include "grid_sync.cuh"
 
 #ifdef MOET_EMULATE
 #include <time.h>
@@ -14,7 +14,7 @@ DEVICE void rest() {
   timespec t = {0, 100000};
   nanosleep(&t, nullptr);
 }
-DEVICE uint4 load_fresh(const uint4* p) { return *p; }
+DEVICE uint4 load_from_host(const uint4* p) { return *p; }
 #else
 DEVICE int load_acquire_system(const int* p) {
   int v;
@@ -31,7 +31,7 @@ DEVICE int64_t now_ns() {
 }
 DEVICE void rest() { asm volatile("nanosleep.u32 500;"); }
 // Of memory that the host may have written since this kernel began.
-DEVICE uint4 load_fresh(const uint4* p) {
+DEVICE uint4 load_from_host(const uint4* p) {
   uint4 v;
   asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
@@ -94,8 +94,9 @@ DEVICE void fill_lists(const ResolveArgs& p, const int64_t* slot_of) {
 }
 
 // One CTA, a thread an expert and then a thread a slot: the hand goes over up to 1,024 slots at once
-// and stops where it would have stopped slot by slot.
-DEVICE void resolve(const ResolveArgs& p) {
+// and stops where it would have stopped slot by slot. before_lists: called by all threads.
+template <typename BeforeLists>
+DEVICE void resolve(const ResolveArgs& p, BeforeLists before_lists) {
   int* wanted = reinterpret_cast<int*>(dynamic_shared());
   int* sums = wanted + RESOLVE_THREADS;
   int* other = sums + RESOLVE_THREADS;
@@ -121,6 +122,7 @@ DEVICE void resolve(const ResolveArgs& p) {
   sync_threads();
   int needed = static_cast<int>(totals[0]), num_wanted = static_cast<int>(totals[1]);
   if (needed == 0) {  // mostly
+    before_lists();
     fill_lists(p, slot_of);
     if (t == 0) {
       *p.num_fetch = 0;
@@ -181,6 +183,7 @@ DEVICE void resolve(const ResolveArgs& p) {
     }
   }
   sync_threads();
+  before_lists();
   fill_lists(p, slot_of);
   if (t == 0) {
     *p.hand = hand;
@@ -193,7 +196,7 @@ DEVICE void resolve(const ResolveArgs& p) {
 KERNEL(RESOLVE_THREADS, 1) resolve_experts(GRID_CONSTANT ResolveArgs p) {
   wait_for_previous_kernel();
   let_next_kernel_start();
-  resolve(p);
+  resolve(p, [] {});
 }
 LAUNCHABLE(resolve_experts, ResolveArgs, RESOLVE_THREADS)
 
@@ -243,7 +246,7 @@ DEVICE void copy_piece(const FetchArgs& p, int entry, int place, int piece) {
 #pragma unroll
   for (int i = 0; i < LOADS; i++) {
     int at = threadIdx.x + i * THREADS;
-    if (at < count) v[i] = FRESH ? load_fresh(from + at) : load_streaming(from + at);
+    if (at < count) v[i] = FRESH ? load_from_host(from + at) : load_streaming(from + at);
   }
 #pragma unroll
   for (int i = 0; i < LOADS; i++) {
@@ -306,27 +309,100 @@ LAUNCHABLE(fetch_experts, FetchArgs, FETCH_THREADS)
 struct BringArgs {
   ResolveArgs resolve;
   FetchArgs fetch;
-  int* ready;  // whether the list is made, and CTAs that are through; zeros between launches
+  uint32_t* ready;  // whether the list is made, CTAs that saw the old one and that are through; zeros
+                    // between launches
 };
+
+// Tells the other CTAs that the list is made, copies rows with them, and leaves zeros behind.
+DEVICE void share_list(const BringArgs& p) {
+  bool first = blockIdx.x == 0, tells = threadIdx.x == 0;
+  sync_threads();
+  if (first && tells) add_released(p.ready, 1);
+  if (!first && tells)
+    while (!wait_until(p.ready, 1)) continue;
+  sync_threads();
+  fetch<RESOLVE_THREADS>(p.fetch);
+  sync_threads();
+  if (tells && atomic_add(p.ready + 2, 1) == gridDim.x - 1) p.ready[0] = p.ready[1] = p.ready[2] = 0;
+}
 
 // Both in one launch: the first CTA finds slots while the others wait for its list. They are few
 // enough to be on the chip together.
 KERNEL(RESOLVE_THREADS, 1) bring_experts(GRID_CONSTANT BringArgs p) {
   wait_for_previous_kernel();
   let_next_kernel_start();
-  bool first = blockIdx.x == 0, tells = threadIdx.x == 0;
-  if (first) resolve(p.resolve);
-  sync_threads();
-  if (first && tells) {
-    fence_device();
-    store_release_system(p.ready, 1);
-  }
-  if (!first && tells)
-    while (load_acquire_system(p.ready) == 0) continue;
-  sync_threads();
-  fetch<RESOLVE_THREADS>(p.fetch);
-  sync_threads();
-  if (tells && atomic_add(reinterpret_cast<uint32_t*>(p.ready) + 1, 1) == gridDim.x - 1)
-    p.ready[0] = p.ready[1] = 0;
+  if (blockIdx.x == 0) resolve(p.resolve, [] {});
+  share_list(p);
 }
 LAUNCHABLE(bring_experts, BringArgs, RESOLVE_THREADS)
+
+// Whether all listed experts have slots, as every warp finds out by itself; if so, and `touches`, the
+// books are kept here.
+DEVICE bool all_there(const ResolveArgs& p, bool touches) {
+  int lane = threadIdx.x & 31, most = p.pairs <= p.experts ? p.pairs : p.experts + 1;
+  int count = static_cast<int>(load_fresh(reinterpret_cast<const uint32_t*>(p.num_listed[0]))), slots[2] = {0, 0};
+#pragma unroll
+  for (int n = 0; n < 2; n++)
+    if (lane + 32 * n < most)
+      slots[n] = static_cast<int>(load_fresh(reinterpret_cast<const uint4*>(p.listed[0] + lane + 32 * n)).x);
+  bool missing = count > 64 || (lane < count && slots[0] < 0) || (lane + 32 < count && slots[1] < 0);
+  if (warp_max(missing)) return false;
+  if (!touches) return true;
+#pragma unroll
+  for (int n = 0; n < 2; n++)
+    if (lane + 32 * n < count && p.uses[slots[n]] < MAX_USES) p.uses[slots[n]]++;
+  if (lane == 0) {
+    *p.num_fetch = 0;
+    p.counters[0] += count;
+  }
+  return true;
+}
+
+// The same; where nothing is missing, which the list of the chosen experts tells, every CTA leaves at
+// once. Otherwise that list may not change before all of them have seen it.
+KERNEL(RESOLVE_THREADS, 1) bring_missing_experts(GRID_CONSTANT BringArgs p) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  if (all_there(p.resolve, blockIdx.x == 0 && threadIdx.x < 32)) return;
+  sync_threads();
+  if (blockIdx.x) {
+    if (threadIdx.x == 0) add_released(p.ready + 1, 1);
+  } else {
+    resolve(p.resolve, [&] {
+      if (threadIdx.x == 0)
+        while (!wait_until(p.ready + 1, gridDim.x - 1)) continue;
+      sync_threads();
+    });
+  }
+  share_list(p);
+}
+COOPERATING(bring_missing_experts, BringArgs, RESOLVE_THREADS)
+
+constexpr int RECORD_THREADS = 256;
+
+struct RecordArgs {
+  const int64_t* expert_ids;  // [pairs]
+  unsigned* num_posted;       // numbers so far
+  int* ring;                  // mapped: a copy of num_posted, and that many of the last numbers
+  int pairs, layer, ring_slots;
+};
+
+// What a layer was asked for, to a thread of the host: the layer, how many ids, and they.
+KERNEL(RECORD_THREADS, 1) record_experts(GRID_CONSTANT RecordArgs p) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  unsigned first = *p.num_posted, next = first + 2 + p.pairs;
+  int* ring = p.ring + 1;
+  for (int i = threadIdx.x; i < p.pairs; i += RECORD_THREADS)
+    ring[(first + 2 + i) % p.ring_slots] = static_cast<int>(p.expert_ids[i]);
+  if (threadIdx.x == 0) {
+    ring[first % p.ring_slots] = p.layer;
+    ring[(first + 1) % p.ring_slots] = p.pairs;
+  }
+  sync_threads();
+  if (threadIdx.x == 0) {
+    *p.num_posted = next;
+    store_release_system(p.ring, static_cast<int>(next));
+  }
+}
+LAUNCHABLE(record_experts, RecordArgs, RECORD_THREADS)

@@ -1,9 +1,9 @@
 """Brings rows from disk into host memory while a device waits for them.
 
 A device tells, through memory that both map, which rows it is about to copy; a thread reads what is
-on disk only and says in the same way where it lies. Replaces by age of the last such request, so
-what the device's pool gave up a moment ago is found here. Makes no CUDA call, holds no lock that a
-step needs, and knows rows by number alone.
+on disk only and says in the same way where it lies. Replaces as the device's pool does, by a clock
+over such requests, so what the pool gives up again and again is found here. Makes no CUDA call,
+holds no lock that a step needs, and knows rows by number alone.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from queue import Empty, SimpleQueue
 import numpy as np
 from torch import Tensor
 
+from moet.kernels.expert_cache import MAX_USES
 from moet.runtime.experts.disk import RowFile
 from moet.runtime.experts.host import RETRY_AFTER_S, Arena
 
@@ -72,7 +73,8 @@ class RowFeeder:
         self._file_rows, self._in_flight, self._retry_after_s = file_rows, in_flight, retry_after_s
         self._num_seen = 0  # requests
         there = np.flatnonzero(self._place_of >= 0).tolist()
-        self._order: OrderedDict[int, None] = OrderedDict.fromkeys(there)  # oldest use first
+        # Uses of the rows that are here, from the hand on.
+        self._uses: OrderedDict[int, int] = OrderedDict.fromkeys(there, 0)
         taken = set(self._place_of[there].tolist())
         assert len(taken) == len(there), "two rows have one place"
         self._free = [index for index in range(arena.num_places) if index not in taken]
@@ -106,11 +108,11 @@ class RowFeeder:
     @property
     def num_rows(self) -> int:
         """Rows in memory."""
-        return len(self._order)
+        return len(self._uses)
 
     def check(self) -> None:
         """Raise AssertionError unless every place has one owner. Not while the thread runs."""
-        owned = [int(self._place_of[row]) for row in self._order]
+        owned = [int(self._place_of[row]) for row in self._uses]
         held = sorted([*owned, *self._free, *(index for index, _ in self._reading.values())])
         assert held == list(range(self.arena.num_places)), "a place is lost or has two owners"
 
@@ -141,9 +143,9 @@ class RowFeeder:
         return rows
 
     def _want(self, row: int) -> None:
-        if row in self._order:
+        if row in self._uses:
             self.counts.num_hits += 1
-            self._order.move_to_end(row)
+            self._uses[row] = min(self._uses[row] + 1, MAX_USES)
         elif row not in self._reading and row not in self._failures:
             index = self._take()
             if index is None:
@@ -169,7 +171,7 @@ class RowFeeder:
             self.counts.wait_s += time.monotonic() - begin
             if error is None:
                 self._place_of[row] = index  # behind its bytes, in the order of this processor
-                self._order[row] = None
+                self._uses[row] = 0
                 continue
             logger.error("%s", error)
             self.counts.num_errors += 1
@@ -195,16 +197,18 @@ class RowFeeder:
         """
         if self._free:
             return self._free.pop()
-        for row in self._order:
-            if row in self._recent:
+        recent = set(self._recent)
+        for _ in range((MAX_USES + 2) * len(self._uses)):
+            row, uses = self._uses.popitem(last=False)
+            if row in recent or uses > 0:
+                self._uses[row] = uses - (row not in recent)
                 continue
             index = int(self._place_of[row])
             self._place_of[row] = ON_DISK
             late = self._asked()
             self._waiting.extend(late)
-            if row in late:
-                self._place_of[row] = index
-                return self._take()
-            del self._order[row]
-            return index
+            if row not in late:
+                return index
+            self._place_of[row], self._uses[row] = index, uses
+            recent.update(late)
         return None

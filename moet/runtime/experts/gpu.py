@@ -86,8 +86,10 @@ class CachedExperts:
         overlap: bool = True,
         num_ctas: int = FETCH_CTAS,
         timeout_s: float = FETCH_TIMEOUT_S,
+        quick: bool = False,
     ) -> None:
-        """overlap: copy rows on a stream of their own while the shared expert runs."""
+        """overlap: copy rows on a stream of their own while the shared expert runs. quick: as
+        DeviceCache has it."""
         device, num_rows = bases.device, len(bases)
         self.form, self.host, self.layers = form, host, tuple(layers)
         self.num_experts = num_rows // len(layers)
@@ -107,6 +109,7 @@ class CachedExperts:
             else None,
             num_ctas=num_ctas,
             timeout_s=timeout_s,
+            quick=quick,
         )
         self.bases = bases
         self._tables: dict[int, ExpertTable] = {}

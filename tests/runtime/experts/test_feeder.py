@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from moet.errors import ExpertReadError
 from moet.kernels.layout import W2Rows
 from moet.runtime.experts.disk import RowFile
 from moet.runtime.experts.feeder import RowFeeder
@@ -54,9 +55,10 @@ class Fed:
         self.feeder.check()
 
     def fill(self) -> None:
-        """Rows 0..3 are there, used in that order."""
-        self.ask(0, 1, 2, 3)
-        self.until(0, 1, 2, 3)
+        """Rows 0..3 are there, read in that order and used once more."""
+        for row in range(4):
+            self.ask(row)
+            self.until(row)
         self.ask(0, 1, 2, 3)
         self.feeder.poll()
 
@@ -65,11 +67,11 @@ class Fed:
         return place >= 0 and bool((self.arena.place(place) == row).all())
 
 
-def test_rows_come_when_they_are_asked_for_and_the_oldest_leave(tmp_path: Path) -> None:
+def test_rows_come_when_they_are_asked_for_and_those_used_least_leave(tmp_path: Path) -> None:
     fed = Fed(tmp_path)
     fed.fill()
     assert all(fed.holds(row) for row in range(4))
-    fed.ask(0)  # used again, so 1 is the oldest
+    fed.ask(0)  # used again, so 1 is the next to leave
     fed.feeder.poll()
     fed.ask(4)
     fed.until(4)
@@ -154,3 +156,17 @@ def test_a_storm_leaves_every_row_right_or_absent(tmp_path: Path) -> None:
     kernels = emulation.build(("expert_cache",), 90, num_sms=2)
     happened = storm(kernels, torch.device("cpu"), tmp_path, 30)
     assert min(happened.values()) > 0, happened
+
+
+def test_a_row_in_pieces_comes_whole_or_not_at_all(tmp_path: Path) -> None:
+    row_bytes = 5 * 4096
+    content = torch.randint(0, 256, (2, row_bytes), dtype=torch.uint8)
+    path = tmp_path / "rows"
+    path.write_bytes(content.numpy().tobytes()[: -3 * 4096])
+    file, arena = RowFile(path, row_bytes, num_pieces=3), Arena(1, row_bytes)
+    file.read(0, arena.place(0)).result(20)
+    assert torch.equal(arena.place(0), content[0])
+    assert file.num_bytes_read == row_bytes
+    with pytest.raises(ExpertReadError, match=r"rows, row 1 .*: ends after"):
+        file.read(1, arena.place(0)).result(20)
+    file.close()

@@ -12,6 +12,7 @@ import torch
 from moet.kernels.device_gemm import Device
 from moet.kernels.expert_cache import CacheTables, resolve
 from moet.kernels.layout import W2Rows
+from moet.kernels.moe import ExpertTable
 from moet.models.checkpoint import Checkpoint
 from moet.models.convert import convert
 from moet.models.convert_plan import ConvertOptions
@@ -34,7 +35,19 @@ def kernels() -> Emulator:
     return emulation.build(("expert_cache",), 90, num_sms=2)
 
 
-def test_every_table_has_its_rows_when_it_is_prepared(kernels: Emulator) -> None:
+def chosen(table: ExpertTable, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A list of the experts as the choice of a step makes it, and its length."""
+    experts = ids.unique()
+    made = torch.full((ids.numel() + 1, 4), 99, dtype=torch.int32)
+    made[: len(experts), 0] = table.slot_of[experts].int()
+    made[: len(experts), 1] = experts.int()
+    return made, torch.tensor([len(experts)], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(("listed", "quick"), [(False, False), (True, False), (True, True)])
+def test_every_table_has_its_rows_when_it_is_prepared(
+    kernels: Emulator, listed: bool, quick: bool
+) -> None:
     num_rows = len(LAYERS) * NUM_EXPERTS
     arena = Arena(num_rows, FORM.row_bytes, chunk_bytes=5 * FORM.row_bytes)
     generator = torch.Generator().manual_seed(2)
@@ -43,15 +56,26 @@ def test_every_table_has_its_rows_when_it_is_prepared(kernels: Emulator) -> None
     bases = torch.zeros(num_rows, 1, dtype=torch.uint8)
     error = torch.zeros(1, dtype=torch.int32)
     host = HostSide(arena=arena)
-    experts = CachedExperts(kernels, FORM, host, bases, LAYERS, 6, error=error, overlap=False)
+    experts = CachedExperts(
+        *(kernels, FORM, host, bases, LAYERS, 6),
+        error=error,
+        overlap=False,
+        num_ctas=2,
+        quick=quick,
+    )
     expected = CacheTables.empty(num_rows, 6)
     draw, hits, misses = random.Random(1), 0, 0
-    for step in range(12):
+    for step in range(3 if quick else 8):
         for n, layer_idx in enumerate(LAYERS):
-            ids = torch.tensor([draw.sample(range(NUM_EXPERTS), 3) for _ in range(1 + step % 2)])
+            num_likely = NUM_EXPERTS if step % 3 == 0 else 3
+            ids = torch.tensor([draw.sample(range(num_likely), 3) for _ in range(1 + step % 2)])
             table = experts.resident(layer_idx)
-            table.prepare(ids)
+            lists = [chosen(table, ids)] if listed else []
+            table.prepare(ids, *lists)
             table.join()
+            for entries, length in lists:
+                there = entries[: int(length)]
+                assert torch.equal(there[:, 0].long(), table.slot_of[there[:, 1].long()])
             found = resolve(expected, ids, n * NUM_EXPERTS, NUM_EXPERTS)
             hits, misses = hits + found.num_hits, misses + len(found.rows)
             for expert_id in set(ids.flatten().tolist()):
@@ -60,6 +84,7 @@ def test_every_table_has_its_rows_when_it_is_prepared(kernels: Emulator) -> None
                 assert slot == int(expected.slot_of[row])
                 assert torch.equal(table.rows[slot], arena.place(row))
     assert experts.counts() == (hits, misses)
+    assert hits > 5
     assert int(error) == 0
     assert torch.equal(experts.tables.uses, expected.uses)
 
