@@ -2,7 +2,8 @@
 
     python -m bench.step_variants [--layers N] [--steps N] [--out FILE]
 
-Every variant is checked first: logits and state must equal the plain way's bit for bit.
+Every variant is checked: logits and state, launched piece by piece, and the state that captured
+steps leave must equal the plain way's bit for bit.
 """
 
 from __future__ import annotations
@@ -11,24 +12,22 @@ import argparse
 import json
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 
+from bench.experts import timeline
 from bench.gpu import open_gpu
 from bench.gpu_model import decode_rows, state
 from moet.bench.device_rig import DeviceRig
 from moet.bench.device_step import profile_kernels
 from moet.bench.rig import Shape
 from moet.config import ModelSettings
-from moet.kernels import (
-    triton_attention,
-    triton_attention_inputs,
-    triton_indexer,
-    triton_rows,
-)
+from moet.kernels import ahead, device_gemm, device_streams, projections, triton_attention
 from moet.models.deepseek_v4 import DeepseekV4
 from moet.models.dummy import DummyOptions
 from moet.models.synthetic import MODEL_NAME
@@ -36,47 +35,67 @@ from moet.runtime.device_runner import Placement
 from moet.runtime.dummy import dummy_model, preset_config
 from moet.runtime.queues import CudaGraphs, CudaQueue
 
-SHAPES = ((1, 1), (1, 3), (8, 1), (32, 1))
+FEW = ((1, 1), (1, 3), (8, 1))
+ALL = (*FEW, (32, 1))
 CONTEXT = 1024
 Change = Callable[[DeepseekV4], None]
 
 
-def products(model: DeepseekV4) -> None:
-    """Two products of one input in one launch."""
+def early(model: DeepseekV4) -> None:
+    """Attention reads keys, and what follows it weights, before queries are there."""
+    triton_attention.EARLY = True
+
+
+def asking(model: DeepseekV4) -> None:
+    """The groups' product asks for what its rings do not hold."""
+    device_gemm.GROUPS_AHEAD = ahead.WIDE
+
+
+def deep(model: DeepseekV4) -> None:
+    """Its rings are as deep as memory allows."""
+    device_gemm.GROUPS_AHEAD = ahead.DEEP
+
+
+def following(model: DeepseekV4) -> None:
+    """It asks for the weights of the product behind it, too."""
     for layer in model.layers:
         attn = layer.attn
-        attn._at_once = attn.unquantised is not None and attn.wqa_wkv.quantised
+        attn.wo_a.weight = replace(attn.wo_a.weight, following=attn.wo_b.weight.stored.plane)
 
 
-def overlapping(model: DeepseekV4) -> None:
-    """Triton's kernels begin while the kernel ahead ends, as the CUDA ones do."""
-    launched(OVERLAP=True, launch_pdl=True)
+def held(model: DeepseekV4) -> None:
+    """What streams are finished with is read before they are there."""
+    device_streams.HELD = True
 
 
-def launched(**options: bool) -> None:
-    for module in (triton_attention, triton_attention_inputs, triton_indexer, triton_rows):
-        module.overlap = lambda like: options  # type: ignore[attr-defined]
-
-
-def splitting(model: DeepseekV4) -> None:
-    """A tile's sums are divided among programs."""
-    triton_attention.SPLIT_TILES = 64
+def projecting(model: DeepseekV4) -> None:
+    """The first products ask for what their rings do not hold."""
+    projections.AHEAD = True
 
 
 VARIANTS: dict[str, list[Change]] = {
     "plain": [],
-    "products": [products],
-    "overlap": [overlapping],
-    "products, overlap": [products, overlapping],
-    "products, overlap, split tiles": [products, overlapping, splitting],
+    "held": [held],
+    "projecting": [projecting],
+    "early": [early],
+    "early, asking": [early, asking],
+    "early, deep": [early, deep],
+    "early, deep, following": [early, deep, following],
+    "early, deep, held, projecting": [early, deep, held, projecting],
+    "early, deep, following, held, projecting": [early, deep, following, held, projecting],
 }
 
 
+WHOLE = ("plain", "early, deep, held, projecting", "early, deep, following, held, projecting")
+LONG = ("kernels us", "timeline")
+
+
 def plain(model: DeepseekV4) -> None:
-    launched(OVERLAP=False, launch_pdl=False)
-    triton_attention.SPLIT_TILES = 0
+    triton_attention.EARLY = False
+    device_gemm.GROUPS_AHEAD = None
+    device_streams.HELD = projections.AHEAD = False
     for layer in model.layers:
-        layer.attn._at_once = False
+        layer.attn.wo_a.weight = replace(layer.attn.wo_a.weight, following=None)
 
 
 def bits(model: DeepseekV4, experts: Any) -> list[torch.Tensor]:
@@ -103,7 +122,9 @@ def main() -> None:
     made = dummy_model(raw, ModelSettings(arch=device.arch), device, options=DummyOptions(skew=0.5))
     model, results = made.model, dict[str, Any]()
     assert isinstance(model, DeepseekV4)
+    plain(model)
     wanted = bits(model, made.experts)
+    left: list[torch.Tensor] = []  # by the captured steps of the plain way
     for name, changes in VARIANTS.items():
         began_s = perf_counter()
         try:
@@ -124,22 +145,29 @@ def main() -> None:
                 others=CONTEXT,
             )
             rig.fill()
-            for seqs, rows in SHAPES:
+            for seqs, rows in ALL if name in WHOLE else FEW:
                 shape = Shape(num_seqs=seqs, num_rows=rows, context=CONTEXT)
                 entry[f"{seqs} x {rows} ms"] = round(rig.time_steps(shape, args.steps).step_ms, 4)
-            kernels = profile_kernels(
-                lambda rig=rig: rig.replay(Shape(num_seqs=1, num_rows=1, context=CONTEXT))
-            )
-            entry["launches"] = sum(kernel.num_launches for kernel in kernels)
-            entry["kernels us"] = {k.name[:60]: round(k.time_us, 1) for k in kernels[:24]}
+                if (seqs, rows) == FEW[-1]:
+                    state_left = [*rig.kv.tensors.values(), rig.sampler.last_token]
+                    left = left or [tensor.clone() for tensor in state_left]
+                    same = all(torch.equal(a, b) for a, b in zip(state_left, left, strict=True))
+                    entry["same bits captured"] = same
+            if name in WHOLE:
+                replay = partial(rig.replay, Shape(num_seqs=1, num_rows=1, context=CONTEXT))
+                entry["timeline"] = timeline(replay)
+                kernels = profile_kernels(replay)
+                entry["launches"] = sum(kernel.num_launches for kernel in kernels)
+                entry["kernels us"] = {k.name[:60]: round(k.time_us, 1) for k in kernels[:24]}
+                del replay
             del rig
         except Exception:
             entry = {"failed": traceback.format_exc(limit=-5)}
         results[name] = entry
-        short = {key: value for key, value in entry.items() if key != "kernels us"}
+        short = {key: value for key, value in entry.items() if key not in LONG}
         print(f"{name}: {short} ({perf_counter() - began_s:.1f} s)", flush=True)
         args.out.write_text(json.dumps(results, indent=1))
-    print(json.dumps(results[min(results, key=lambda n: results[n].get("1 x 1 ms", 99))], indent=1))
+    plain(model)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moet.errors import KernelError, UnsupportedError
-from moet.kernels import layout, prefill_gemm
+from moet.kernels import ahead, layout, prefill_gemm
 from moet.kernels.quant import Activations, as_activations
 from moet.kernels.stream_experts import Work, quantise
 from moet.kernels.stream_gemm import (
@@ -39,6 +39,7 @@ TILED_OUTPUTS = 4096
 WIDE_OUTPUTS = 1 << 15  # of a head, which is read once in tiles and per 8 rows in streams
 NUM_COUNTERS = 1 << 16  # items of one launch whose columns are summed in slices
 BLOCK = 128  # weight rows that share a scale
+GROUPS_AHEAD: ahead.Form | None = None  # how few rows' groups are multiplied while inputs are made
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,13 +258,15 @@ def _e4m3(x: Activations, device: Device, *, given: bool) -> tuple[Tensor, Tenso
 @dataclass(frozen=True, slots=True)
 class PackedGroups:
     """One fp8 matrix [N, K] per group of inputs. planes: uint8 [G, N64, K128]; scales: fp32
-    [G, ceil(N/128), ceil(K/128)]."""
+    [G, ceil(N/128), ceil(K/128)]; following: weights that are read next, if they shall be asked
+    for."""
 
     planes: Tensor
     scales: Tensor
     out_features: int
     in_features: int
     device: Device
+    following: Tensor | None = None
 
     @classmethod
     def pack(cls, weight: Tensor, scale: Tensor, device: Device) -> PackedGroups:
@@ -361,7 +364,16 @@ def _stream_groups(
     if space is not None:
         counters = len(work.entries) * args.tiles
         space.fill(args, slices * args.num_rows * weight.out_features, counters)
-    run(device.launcher, instance, args, items=len(work.entries) * args.tiles * slices)
+    items, form = len(work.entries) * args.tiles * slices, GROUPS_AHEAD
+    coded = rows == 8 and scale is not None and args.early
+    if (
+        form
+        and coded
+        and ahead.fits(device.launcher, form, num_stages("fp8", args.chunks, 1, slices))
+    ):
+        ahead.run(device.launcher, form, args, items=items, following=weight.following)
+    else:
+        run(device.launcher, instance, args, items=items)
 
 
 def _prefill_groups(args: StreamArgs, x: Tensor, weight: PackedGroups, work: Work) -> None:

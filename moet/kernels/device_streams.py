@@ -25,6 +25,7 @@ STEP_THREADS, TILE_THREADS = 288, 256
 STEP_SHARED, TILE_SHARED = (9 * PARTS + 4) * 4, 24 * MULT * BLOCK * 4
 STEP_GROUPS = 4  # of rows, which read the weights once each
 TILE_PASS = 32  # rows that the warps of a CTA take at once
+HELD = False  # whether few rows' launches read what they finish with before y is there
 
 POINTERS = (
     "y streams post mix fn base scale weight mixed partial counters x codes code_scale next_post "
@@ -140,7 +141,8 @@ def _launch(device: Device, args: StreamsArgs) -> None:
     if args.rows <= TILED_ROWS or args.outs != MULT * (2 + MULT):
         args.rows_each = 1 if fused else -(-args.rows // STEP_GROUPS)
         grid = (blocks * -(-args.outs // 8), -(-args.rows // args.rows_each))
-        name = "streams_step_summed" if args.peers.ranks else "streams_step"
+        name = "streams_step_held" if HELD and fused else "streams_step"
+        name = "streams_step_summed" if args.peers.ranks else name
         launcher.launch(name, grid=grid, threads=STEP_THREADS, shared_bytes=STEP_SHARED, args=args)
     else:
         args.rows_each = _tile_rows(args.rows, blocks, launcher.num_sms)

@@ -31,6 +31,9 @@ from moet.kernels.stream_gemm import (
 
 MAX_ROWS = 16  # of a launch
 CTAS_PER_SM = 2
+AHEAD = (
+    False  # whether up to eight rows' weights that no ring holds are asked for before x is there
+)
 
 
 class TwoProducts(ctypes.Structure):
@@ -70,7 +73,7 @@ def multiply_both(
     share_among(args.quantised, own, items)
     share_among(args.plain, rest, others)
     device.launcher.launch(
-        f"project_n{rows}",
+        f"project_n{rows}" + ("_ahead" if AHEAD and rows == 8 else ""),
         grid=own + rest,
         threads=THREADS,
         shared_bytes=needed,

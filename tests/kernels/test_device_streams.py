@@ -110,6 +110,7 @@ def test_a_row_has_the_same_bits_in_any_company(
     monkeypatch.setattr(device_streams, "TILED_ROWS", 8)
     many = run(y, streams, post, mix, *placed, **HC, num_iters=20)
     for row in (0, 20, 36):
+        monkeypatch.setattr(device_streams, "HELD", row > 20)
         own = slice(row, row + 1)
         alone = run(y[own], streams[own], post[own], mix[own], *placed, **HC, num_iters=20)
         for whole in (few, many):

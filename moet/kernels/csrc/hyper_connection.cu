@@ -43,6 +43,42 @@ DEVICE float high(uint32_t pair) { return bits_float(pair & 0xFFFF0000u); }
 DEVICE uint32_t packed(float lo, float hi) { return to_bf16(lo) | static_cast<uint32_t>(to_bf16(hi)) << 16; }
 DEVICE float sigmoid(float v) { return div_rn(1.0f, 1.0f + exp_precise(-v)); }
 
+#ifdef MOET_EMULATE
+DEVICE float reciprocal(float v) { return div_approx(1.0f, v); }
+#else
+// div_approx(1, v) bit for bit for v from 2^-126 to 2^126, which it need not look at.
+DEVICE float reciprocal(float v) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+}
+#endif
+
+// What a thread reads of a site when it finishes a row. HELD: already here.
+template <bool HELD>
+struct SiteValues {
+  float base, scale[3];
+  uint4 weight[MAX_GROUPS][2];
+};
+template <>
+struct SiteValues<false> {};
+
+DEVICE SiteValues<true> load_site(const StreamsArgs& p) {
+  SiteValues<true> s = {};
+  int lane = threadIdx.x & 31;
+  if (lane < p.outs) s.base = p.base[lane];
+  s.scale[0] = p.scale[0];
+  if (p.next_post) s.scale[1] = p.scale[1], s.scale[2] = p.scale[2];
+#pragma unroll
+  for (int g = 0; g < MAX_GROUPS; g++) {
+    int channel = (g * 256 + threadIdx.x) * 8;
+    if (threadIdx.x >= 256 || channel >= p.dim) continue;
+    const uint4* weight = reinterpret_cast<const uint4*>(p.weight + channel);
+    s.weight[g][0] = weight[0], s.weight[g][1] = weight[1];
+  }
+  return s;
+}
+
 // Four channels of a row.
 struct Four {
   float v[4];
@@ -109,14 +145,14 @@ DEVICE void balance(float* m, float eps, int iters) {
 #pragma unroll
       for (int r = 0; r < MULT; r++) {
         float* row = m + r * MULT;
-        float factor = div_approx(1.0f, ((row[0] + row[1]) + (row[2] + row[3])) + eps);
+        float factor = reciprocal(((row[0] + row[1]) + (row[2] + row[3])) + eps);
 #pragma unroll
         for (int i = 0; i < MULT; i++) row[i] *= factor;
       }
     }
 #pragma unroll
     for (int i = 0; i < MULT; i++) {
-      float factor = div_approx(1.0f, ((m[i] + m[4 + i]) + (m[8 + i] + m[12 + i])) + eps);
+      float factor = reciprocal(((m[i] + m[4 + i]) + (m[8 + i] + m[12 + i])) + eps);
 #pragma unroll
       for (int r = 0; r < MULT; r++) m[r * MULT + i] *= factor;
     }
@@ -124,12 +160,12 @@ DEVICE void balance(float* m, float eps, int iters) {
 }
 
 // The ninth warp: gates of the sublayer's output, and the matrix that mixes the streams after it.
-DEVICE void write_gates(const StreamsArgs& p, int row, float logit) {
+DEVICE void write_gates(const StreamsArgs& p, int row, float logit, float base, float post_scale, float mix_scale) {
   int lane = threadIdx.x & 31;
   if (lane >= MULT && lane < 2 * MULT)
-    p.next_post[uint64_t(row) * MULT + lane - MULT] = 2.0f * sigmoid(fma_rn(logit, p.scale[1], p.base[lane]));
+    p.next_post[uint64_t(row) * MULT + lane - MULT] = 2.0f * sigmoid(fma_rn(logit, post_scale, base));
   float cell = 0.0f;
-  if (lane >= 2 * MULT && lane < MAX_OUTS) cell = fma_rn(logit, p.scale[2], p.base[lane]);
+  if (lane >= 2 * MULT && lane < MAX_OUTS) cell = fma_rn(logit, mix_scale, base);
   float m[MULT * MULT];
 #pragma unroll
   for (int i = 0; i < MULT * MULT; i++) m[i] = bits_float(shuffle(float_bits(cell), 2 * MULT + i));
@@ -167,7 +203,8 @@ DEVICE void write_codes(const StreamsArgs& p, int row, int channel, const uint32
 }
 
 // One row from its parts to its outputs, by all threads of a CTA.
-DEVICE void finish_row(const StreamsArgs& p, int row, float* shared) {
+template <bool HELD>
+DEVICE void finish_row(const StreamsArgs& p, int row, float* shared, const SiteValues<HELD>& site) {
   int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   uint4 raw[MAX_GROUPS][MULT];
   if (warp < 8) {
@@ -184,11 +221,19 @@ DEVICE void finish_row(const StreamsArgs& p, int row, float* shared) {
   float total = gather_parts(p, row, shared);
   float square = bits_float(shuffle(float_bits(total), PARTS - 1));
   float logit = total * div_rn(1.0f, sqrt_rn(square / static_cast<float>(MULT * p.dim) + p.norm_eps));
+  float base, scale[3];
+  if constexpr (HELD) {
+    base = site.base, scale[0] = site.scale[0], scale[1] = site.scale[1], scale[2] = site.scale[2];
+  } else {
+    base = lane < p.outs ? p.base[lane] : 0.0f;
+    scale[0] = p.scale[0];
+    if (p.next_post) scale[1] = p.scale[1], scale[2] = p.scale[2];
+  }
   if (warp == 8) {
-    if (p.next_post) write_gates(p, row, logit);
+    if (p.next_post) write_gates(p, row, logit, base, scale[1], scale[2]);
     return;
   }
-  float gate = lane < MULT ? sigmoid(fma_rn(logit, p.scale[0], p.base[lane])) + p.hc_eps : 0.0f;
+  float gate = lane < MULT ? sigmoid(fma_rn(logit, scale[0], base)) + p.hc_eps : 0.0f;
   float pre[MULT];
 #pragma unroll
   for (int k = 0; k < MULT; k++) pre[k] = bits_float(shuffle(float_bits(gate), k));
@@ -226,8 +271,13 @@ DEVICE void finish_row(const StreamsArgs& p, int row, float* shared) {
     if (g * 2048 >= p.dim) break;
     uint32_t out[4] = {0, 0, 0, 0};
     if (channel < p.dim) {
-      const uint4* weight = reinterpret_cast<const uint4*>(p.weight + channel);
-      uint4 a = weight[0], b = weight[1];
+      uint4 a, b;
+      if constexpr (HELD) {
+        a = site.weight[g][0], b = site.weight[g][1];
+      } else {
+        const uint4* weight = reinterpret_cast<const uint4*>(p.weight + channel);
+        a = weight[0], b = weight[1];
+      }
       uint32_t w[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 #pragma unroll
       for (int i = 0; i < 4; i++)
@@ -240,8 +290,8 @@ DEVICE void finish_row(const StreamsArgs& p, int row, float* shared) {
 
 // Few rows. Grid: blocks times groups of eight fn rows, then groups of rows_each rows. A warp has one
 // row of fn in registers. The CTA that is last of its rows finishes them. SUMMED: the ranks' parts of
-// y are added on their way in, a row to a CTA.
-template <bool SUMMED>
+// y are added on their way in, a row to a CTA. HELD: what finishing reads of the site is read at once.
+template <bool SUMMED, bool HELD>
 DEVICE void run_step(const StreamsArgs& p) {
   float* shared = reinterpret_cast<float*>(dynamic_shared());
   int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, blocks = p.dim / BLOCK;
@@ -253,6 +303,8 @@ DEVICE void run_step(const StreamsArgs& p) {
 #pragma unroll
   for (int k = 0; k < MULT; k++)
     if (multiplies) fn[k] = *reinterpret_cast<const uint4*>(p.fn + (uint64_t(out) * MULT + k) * p.dim + channel);
+  SiteValues<HELD> site;
+  if constexpr (HELD) site = load_site(p);
   wait_for_previous_kernel();
   let_next_kernel_start();
   if (multiplies) {
@@ -304,7 +356,7 @@ DEVICE void run_step(const StreamsArgs& p) {
   uint32_t* arrived = reinterpret_cast<uint32_t*>(shared + 9 * PARTS);
   sync_threads();
   if (threadIdx.x == 0) {
-    fence_device();
+    if constexpr (!HELD) fence_device();
     *arrived = add_ordered(p.counters + blockIdx.y, 1);
   }
   sync_threads();
@@ -313,13 +365,15 @@ DEVICE void run_step(const StreamsArgs& p) {
   if constexpr (SUMMED)  // all have read it
     if (threadIdx.x == 0) p.peers.turns[blockIdx.y]++;
   for (int row = first; row < last; row++) {
-    finish_row(p, row, shared);
+    finish_row(p, row, shared, site);
     sync_threads();
   }
 }
-KERNEL(STEP_THREADS, 2) streams_step(GRID_CONSTANT StreamsArgs p) { run_step<false>(p); }
+KERNEL(STEP_THREADS, 2) streams_step(GRID_CONSTANT StreamsArgs p) { run_step<false, false>(p); }
 LAUNCHABLE(streams_step, StreamsArgs, STEP_THREADS)
-KERNEL(STEP_THREADS, 2) streams_step_summed(GRID_CONSTANT StreamsArgs p) { run_step<true>(p); }
+KERNEL(STEP_THREADS, 1) streams_step_held(GRID_CONSTANT StreamsArgs p) { run_step<false, true>(p); }
+LAUNCHABLE(streams_step_held, StreamsArgs, STEP_THREADS)
+KERNEL(STEP_THREADS, 2) streams_step_summed(GRID_CONSTANT StreamsArgs p) { run_step<true, false>(p); }
 LAUNCHABLE(streams_step_summed, StreamsArgs, STEP_THREADS)
 
 // A lane's share of TILE rows: four channels of four streams times all rows of fn.
@@ -412,6 +466,6 @@ LAUNCHABLE(streams_tiles, StreamsArgs, TILE_THREADS)
 KERNEL(STEP_THREADS, 3) streams_finish(GRID_CONSTANT StreamsArgs p) {
   wait_for_previous_kernel();
   let_next_kernel_start();
-  finish_row(p, blockIdx.x, reinterpret_cast<float*>(dynamic_shared()));
+  finish_row(p, blockIdx.x, reinterpret_cast<float*>(dynamic_shared()), SiteValues<false>());
 }
 LAUNCHABLE(streams_finish, StreamsArgs, STEP_THREADS)

@@ -7,15 +7,78 @@ struct TwoProducts {
   int quantised_ctas;  // the first ones
 };
 
-#define STREAM(name, nt, overlap, ctas)                                                           \
+#ifdef MOET_EMULATE
+DEVICE void ask_for(const void*, uint32_t) {}
+#else
+// Bytes, a multiple of 16, into the second-level cache.
+DEVICE void ask_for(const void* from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+#endif
+
+// Asks for the weights of this CTA's items, in one segment and shared by its warpgroups, that its ring
+// of `held` stages does not hold, so that they are near when the inputs are there.
+template <typename Gemm>
+DEVICE void ask_for_rest(const StreamArgs& p, const Gemm& gemm, int held) {
+  constexpr int STEP = Gemm::CPS * Gemm::CODE_BYTES;
+  int items = gemm.num_items(), each = gemm.share(items), more = items - each * gemm.ctas;
+  int first = each * gemm.cta + (gemm.cta < more ? gemm.cta : more), last = first + each + (gemm.cta < more);
+  Cursor at;
+  at.seek(p, first);
+#pragma unroll 1
+  for (; at.item < last; at.step(p, 1)) {
+    int from = gemm.group ? p.first_half_stages : 0, to = gemm.group ? gemm.slice_stages : p.first_half_stages;
+    int skipped = held < to - from ? held : to - from;
+    held -= skipped;
+    from = (at.slice * gemm.slice_stages + from + skipped) * STEP, to = (at.slice * gemm.slice_stages + to) * STEP;
+    if (to > p.chunks * Gemm::CODE_BYTES) to = p.chunks * Gemm::CODE_BYTES;
+    if (gemm.lane != 0 || from >= to) continue;
+    uint64_t row_tile = at.in_segment * 4 + gemm.warp;
+    ask_for(p.weights + gemm.entry(at.entry).slot * p.row_stride + row_tile * (p.chunks * Gemm::CODE_BYTES) + from, to - from);
+  }
+}
+
+template <bool AHEAD, typename Gemm>
+DEVICE void project(const StreamArgs& p, Gemm gemm) {
+  if constexpr (AHEAD) ask_for_rest(p, gemm, 2);
+  gemm.run();
+}
+
+// ahead: what the rings do not hold is asked for, too.
+#define STREAM(name, nt, overlap, ahead, ctas)                                                    \
   KERNEL(THREADS, ctas) name(GRID_CONSTANT TwoProducts args) {                                    \
     int cta = blockIdx.x, before = args.quantised_ctas;                                           \
     if (cta < before)                                                                             \
-      StreamGemm<FP8, nt, STORE_BF16, 2, false, overlap>(args.quantised, cta, before).run();      \
+      project<ahead>(args.quantised, StreamGemm<FP8, nt, STORE_BF16, 2, false, overlap>(args.quantised, cta, before)); \
     else                                                                                          \
-      StreamGemm<BF16, nt, STORE_F32, 2, false, overlap>(args.plain, cta - before, gridDim.x - before).run(); \
+      project<ahead>(args.plain, StreamGemm<BF16, nt, STORE_F32, 2, false, overlap>(args.plain, cta - before, gridDim.x - before)); \
   }                                                                                               \
   LAUNCHABLE(name, TwoProducts, THREADS)
 
-STREAM(project_n8, 1, true, 2)
-STREAM(project_n16, 2, false, 2)
+STREAM(project_n8, 1, true, false, 2)
+STREAM(project_n16, 2, false, false, 2)
+STREAM(project_n8_ahead, 1, true, true, 2)
+
+struct AheadArgs {
+  StreamArgs stream;    // entries written before the kernel ahead, or none
+  const uint8_t* next;  // what is read after this, or null
+  uint32_t next_bytes;  // a CTA's share, a multiple of 512
+};
+
+// A product that begins long before its inputs are there: nearly all of its weights wait in rings as
+// deep as the memory of an SM, the rest and what is read next in the second-level cache.
+#undef STREAM
+#define STREAM(name, stages, ctas)                                                        \
+  KERNEL(THREADS, ctas) name(GRID_CONSTANT AheadArgs args) {                              \
+    StreamGemm<FP8, 1, STORE_BF16, stages, false, true> gemm(args.stream);                \
+    ask_for_rest(args.stream, gemm, stages);                                              \
+    if (args.next && gemm.group == 0 && gemm.warp == 0) {                                 \
+      uint32_t bytes = args.next_bytes / 32;                                              \
+      ask_for(args.next + (uint64_t(gemm.cta) * 32 + gemm.lane) * bytes, bytes);          \
+    }                                                                                     \
+    gemm.run();                                                                           \
+  }                                                                                       \
+  LAUNCHABLE(name, AheadArgs, THREADS)
+
+STREAM(groups_n8, 2, 2)
+STREAM(groups_n8_deep, 6, 1)
