@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.experts_disk import first_layers, one_read, over_a_file, start, write_rows
 from bench.experts_rig import (
     GIB,
     SEED,
@@ -43,19 +44,13 @@ from moet.errors import ConfigError
 from moet.kernels.device_gemm import Device
 from moet.kernels.expert_cache_device import bring_on_device, fetch_on_device, resolve_on_device
 from moet.models.base import ResidentProvider
-from moet.runtime.experts.disk import RowFile
-from moet.runtime.experts.feeder import RowFeeder
 from moet.runtime.experts.gpu import CachedExperts, HostSide
-from moet.runtime.experts.host import Arena, mapped_numbers
 from moet.runtime.experts.layer_stream import LayerStream
-from moet.runtime.experts.open_gpu import START_READERS, least_places, read_rows
-from moet.runtime.experts.store import DeviceExperts
 
 WARM_STEPS, STEPS = 60, 40
 TOKENS_A_STEP = {1: 1.0, 3: 2.6}  # rows of a step -> tokens that it yields
 LARGE_POOL, SMALL_POOL = 0.193, 0.152  # of all rows: 14 and 11 GiB of 72.6
 WHOLE_MODEL = 43  # layers
-ARENA_SHARE = 0.27
 
 Results = dict[str, Any]
 
@@ -69,12 +64,18 @@ class Bench:
     fp4_layers: int
     disk_layers: int
     folder: Path
+    memory_folder: Path
     rig: Rig = field(init=False)
     host: HostSide = field(init=False)
     link: float = field(init=False)
     skews: dict[tuple[int, float], float] = field(default_factory=dict)
     resident: dict[int, CapturedStep] = field(default_factory=dict)
     fp4: tuple[Rig, HostSide] | None = None
+    files: dict[Path, str] = field(default_factory=dict)
+
+    @property
+    def num_file_rows(self) -> int:
+        return self.disk_layers * (len(self.rig.bases) // self.layers)
 
     def slots(self, share: float, layers: int | None = None) -> int:
         num_experts = len(self.rig.bases) // self.layers
@@ -279,6 +280,39 @@ def launches(bench: Bench) -> Results:
     return found
 
 
+def bring(bench: Bench) -> Results:
+    """Ways to bring what is missing, side by side on the same tokens: one list of ids gone through
+    by the first CTA, or a look at the list of the chosen by all."""
+    rig, found = bench.rig, {}
+    for num_rows, rate, skew in ((1, 0.987, 2.531), (1, 0.96, 1.781), (3, 0.987, 2.531)):
+        rig.set_skew(bench.skews.get((num_rows, rate), skew))
+        pools = {
+            name: rig.pool(bench.host, bench.slots(LARGE_POOL), quick=quick)
+            for name, quick in (("by ids", False), ("by list", True))
+        }
+        steps = {name: CapturedStep(rig, pool, num_rows) for name, pool in pools.items()}
+        steps["resident"] = bench.resident[num_rows]
+        totals = dict.fromkeys(steps, 0.0)
+        for n in range(3 * WARM_STEPS):
+            tokens = rig.tokens(num_rows)
+            for name, step in steps.items():
+                taken = step(tokens)
+                totals[name] += taken if n >= WARM_STEPS else 0.0
+        case: Results = {f"{k} ms": round(v / (2 * WARM_STEPS), 4) for k, v in totals.items()}
+        counts = [pool.counts() for pool in pools.values()]
+        case["same books"] = counts[0] == counts[1] and bool(
+            torch.equal(*(pool.tables.row_of for pool in pools.values()))
+            and torch.equal(*(pool.tables.uses for pool in pools.values()))
+        )
+        case["hits and misses"] = counts[0]
+        for name in pools:
+            case[f"same bits, {name}"] = compare(rig, steps[name], steps["resident"], 3).same
+        case["error word"] = int(rig.device.error)
+        found[f"{num_rows} rows, {100 * rate:.1f} % aimed at"] = case
+        print(num_rows, rate, case, flush=True)
+    return found
+
+
 def timeline(call: Callable[[], object], count: int = 48) -> list[str]:
     """Kernels in the middle of a call: when each began, how long it took, what it was."""
     from torch.profiler import ProfilerActivity, profile
@@ -436,115 +470,73 @@ def w2_of(bench: Bench, layers: list[int]) -> ResidentProvider:
     return bench.rig.resident
 
 
-# Disk
+# Rows in a file
 
 
-def row_file(bench: Bench, num_rows: int) -> tuple[Path, float]:
-    """The first rows in a file, and the seconds that writing it took."""
-    path, begin, rig = bench.folder / "moet-bench-rows.w2", perf_counter(), bench.rig
-    with path.open("wb") as out:
-        for first in range(0, num_rows, 64):
-            part = rig.resident.rows[first : min(num_rows, first + 64)].cpu()
-            out.write(part.numpy().data)
-        out.flush()
-        os.fsync(out.fileno())
-    return path, perf_counter() - begin
+def kept_rows(bench: Bench, folder: Path) -> Path:
+    """A file of the rows of the layers that are tried over a file."""
+    path = folder / "moet-bench-rows.w2"
+    if path not in bench.files:
+        seconds = write_rows(bench.rig, path, bench.num_file_rows)
+        size = bench.num_file_rows * bench.rig.form.row_bytes / GIB
+        bench.files[path] = f"{size:.2f} GiB written in {seconds:.1f} s"
+        print(path, bench.files[path], flush=True)
+    return path
 
 
-def start(bench: Bench) -> Results:
-    """Rows from a file into pinned memory against pinning alone, in the same run."""
-    num_rows = bench.disk_layers * (len(bench.rig.bases) // bench.layers)
-    row_bytes = bench.rig.form.row_bytes
-    path, written_s = row_file(bench, num_rows)
-    begin = perf_counter()
-    Arena(num_rows, row_bytes, pin=True).close()
-    pinned_s, begin = perf_counter() - begin, perf_counter()
-    file = RowFile(path, row_bytes, num_readers=START_READERS, direct=False)
-    arena = Arena(
-        num_rows,
-        row_bytes,
-        pin=True,
-        fill=lambda first, chunk: read_rows(file, range(first, first + len(chunk)), chunk),
-    )
-    seconds = perf_counter() - begin
-    file.close()
-    same = torch.equal(arena.place(num_rows // 2), bench.rig.resident.rows[num_rows // 2].cpu())
-    arena.close()
-    size = num_rows * row_bytes / GIB
-    found = {
-        "GiB": round(size, 2),
-        "file written GiB/s": round(size / written_s, 2),
-        "pin alone GiB/s": round(size / pinned_s, 2),
-        "start GiB/s": round(size / seconds, 2),
-        "of pinning": round(seconds / pinned_s, 2),
-        "same bytes": same,
-    }
+def from_file(bench: Bench) -> Results:
+    path = kept_rows(bench, bench.memory_folder)
+    found = start(bench.rig, path, bench.num_file_rows)
     print(found, flush=True)
     return {"start from a file in the page cache": found}
 
 
-def disk(bench: Bench) -> Results:
-    """An arena that holds a part of the rows, warm, beside one that holds all."""
-    rig, num_layers = bench.rig, bench.disk_layers
-    num_experts = len(rig.bases) // bench.layers
-    num_rows, row_bytes = num_layers * num_experts, rig.form.row_bytes
-    path = bench.folder / "moet-bench-rows.w2"
-    if not path.exists():
-        path, _ = row_file(bench, num_rows)
-    small = Rig(bench.device, num_layers)
-    small.resident = DeviceExperts(
-        rig.form, rig.resident.rows[:num_rows], rig.bases[:num_rows], small.layers
-    )
-    small.set_skew(bench.skews.get((1, 0.96), 2.5))
-    num_places = max(int(ARENA_SHARE * num_rows), least_places(num_experts))
-    arena = Arena(num_places, row_bytes, pin=True)
-    requests = mapped_numbers(1 + 1024, 0, pin=True)
-    place_of = mapped_numbers(num_rows, -1, pin=True)
-    feeder = RowFeeder(
-        arena,
-        RowFile(path, row_bytes),
-        place_of,
-        requests,
-        file_rows=range(num_rows),
-        in_flight=num_experts,
-    )
-    host = HostSide(arena=arena, place_of=place_of, requests=requests, feeder=feeder)
-    slots = int(LARGE_POOL * num_rows)
-    resident = CapturedStep(small, small.resident, 1)
-    feeder.start()
-    found: Results = {}
-    try:
-        for name, side in (("pinned", bench.host), ("disk", host)):
-            experts = small.pool(side, slots)
-            step = CapturedStep(small, experts, 1)
-            found[name] = timed(small, bench.link, experts, step, resident, warm=400)
-            if name == "disk":
-                reads = feeder.counts.num_reads
-                found["reads while warming up"] = reads
-                found[name] = timed(small, bench.link, experts, step, resident, warm=0)
-                found["reads a step"] = (feeder.counts.num_reads - reads) / STEPS
-                found["same bits"] = compare(small, step, resident).same
-        found["of the pinned rate"] = round(
-            found["pinned"]["step ms"] / found["disk"]["step ms"], 3
+def over_files(bench: Bench, folder: Path, kind: str) -> Results:
+    path = kept_rows(bench, folder)
+    found: Results = {
+        f"one row read alone, {kind}, ms": one_read(
+            path, bench.rig.form.row_bytes, bench.num_file_rows
         )
-        found["error word"] = int(bench.device.error)
-    finally:
-        torch.cuda.synchronize()
-        host.close()
-        path.unlink()
-    found |= {"layers": num_layers, "places": num_places, "share %": 100 * num_places / num_rows}
+    }
     print(found, flush=True)
-    return {"arena of 27 % of the rows over a disk, warm": found}
+    small = first_layers(bench.rig, bench.disk_layers)
+    for rate, skew in ((98.7, 2.531), (96.0, 1.781)):
+        name = f"arena of 27 % of the rows over {kind}, warm, {rate:.1f} % aimed at"
+        skew = bench.skews.get((1, rate / 100), skew)
+        found[name] = over_a_file(small, bench.host, path, skew, LARGE_POOL)
+        print(name, found[name], flush=True)
+    return found
+
+
+def over_memory(bench: Bench) -> Results:
+    return over_files(bench, bench.memory_folder, "memory")
+
+
+def over_disk(bench: Bench) -> Results:
+    return over_files(bench, bench.folder, "a disk")
+
+
+def disk_alone(bench: Bench) -> Results:
+    """What the disk takes for a row that nothing else is read beside."""
+    path = bench.folder / "moet-bench-rows.few"
+    write_rows(bench.rig, path, 64)
+    found = one_read(path, bench.rig.form.row_bytes, 64)
+    path.unlink()
+    print(found, flush=True)
+    return {"one row read alone, a disk, ms": found}
 
 
 PARTS: dict[str, Callable[[Bench], Results]] = {
     "open": open_bench,
     "decode": decode,
+    "bring": bring,
     "launches": launches,
     "uniform": uniform,
     "prefill": prefill,
-    "start": start,
-    "disk": disk,
+    "start": from_file,
+    "memory": over_memory,
+    "disk-row": disk_alone,
+    "disk": over_disk,
     "fp4": fp4_prefill,
     "policies": policies,
 }
@@ -555,7 +547,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--fp4-layers", type=int, default=10)
     parser.add_argument("--disk-layers", type=int, default=8)
-    parser.add_argument("--folder", type=Path, default=Path("/tmp"), help="for a file of rows")
+    parser.add_argument("--folder", type=Path, default=Path("/tmp"), help="of a disk, for rows")
+    parser.add_argument("--memory-folder", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--seconds", type=float, default=250.0, help="after which no part begins")
     parser.add_argument("--commit", default="unknown")
@@ -568,7 +561,9 @@ def main() -> None:
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "seed": SEED,
     }
-    bench = Bench(device, args.layers, args.fp4_layers, args.disk_layers, args.folder)
+    bench = Bench(
+        device, args.layers, args.fp4_layers, args.disk_layers, args.folder, args.memory_folder
+    )
     out = args.out or Path(os.environ.get("OUT", ".")) / "experts.json"
     started = perf_counter()
     for part in dict.fromkeys(["open", *args.parts.split(",")]):
@@ -586,6 +581,8 @@ def main() -> None:
         with suppress(RuntimeError):  # a device that is lost has said so above
             torch.cuda.empty_cache()
         out.write_text(json.dumps(results, indent=1))
+    for path in bench.files:
+        path.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -106,7 +106,14 @@ class Rig:
     def _copy_out(self, first: int, part: Tensor) -> None:
         part.copy_(self.resident.rows[first : first + len(part)])
 
-    def pool(self, host: HostSide, num_slots: int, layers: Sequence[int] = ()) -> CachedExperts:
+    def pool(
+        self,
+        host: HostSide,
+        num_slots: int,
+        layers: Sequence[int] = (),
+        *,
+        quick: bool = False,
+    ) -> CachedExperts:
         """A cold pool; layers: the first ones of the rig's, by default all."""
         layers = layers or self.layers
         num_rows = len(layers) * (len(self.bases) // len(self.layers))
@@ -118,6 +125,7 @@ class Rig:
             layers,
             num_slots,
             error=self.device.error,
+            quick=quick,
         )
 
 

@@ -1,0 +1,189 @@
+"""Rows of experts in a file: what a start from it takes, and what steps take while rows that host
+memory has no place for are read. For bench.experts."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict, deque
+from pathlib import Path
+from random import Random
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from bench.experts_rig import GIB, CapturedStep, Rig, compare
+from moet.runtime.experts.disk import RowFile
+from moet.runtime.experts.feeder import RowFeeder
+from moet.runtime.experts.gpu import HostSide
+from moet.runtime.experts.host import Arena, mapped_numbers, page_aligned
+from moet.runtime.experts.open_gpu import START_READERS, least_places, read_rows
+from moet.runtime.experts.store import DeviceExperts
+
+ARENA_SHARE = 0.27
+WARM_STEPS, STEPS = 400, 80
+
+Results = dict[str, Any]
+
+
+class Watched(RowFeeder):
+    """A feeder that remembers what it was asked for."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.asked: list[int] = []
+
+    def _asked(self) -> list[int]:
+        rows = super()._asked()
+        self.asked += rows
+        return rows
+
+
+def write_rows(rig: Rig, path: Path, num_rows: int) -> float:
+    """The first rows into a file; the seconds that it took."""
+    begin = perf_counter()
+    with path.open("wb") as out:
+        for first in range(0, num_rows, 64):
+            part = rig.resident.rows[first : min(num_rows, first + 64)].cpu()
+            out.write(part.numpy().data)
+        out.flush()
+        os.fsync(out.fileno())
+    return perf_counter() - begin
+
+
+def start(rig: Rig, path: Path, num_rows: int) -> Results:
+    """Rows from a file into pinned memory against pinning alone, in the same run."""
+    row_bytes = rig.form.row_bytes
+    begin = perf_counter()
+    Arena(num_rows, row_bytes, pin=True).close()
+    pinned_s, begin = perf_counter() - begin, perf_counter()
+    file = RowFile(path, row_bytes, num_readers=START_READERS, direct=False)
+    arena = Arena(
+        num_rows,
+        row_bytes,
+        pin=True,
+        fill=lambda first, chunk: read_rows(file, range(first, first + len(chunk)), chunk),
+    )
+    seconds = perf_counter() - begin
+    file.close()
+    arena.close()
+    begin = perf_counter()
+    Arena(num_rows, row_bytes, pin=True).close()
+    again_s = perf_counter() - begin
+    same = torch.equal(arena.place(num_rows // 2), rig.resident.rows[num_rows // 2].cpu())
+    size = num_rows * row_bytes / GIB
+    return {
+        "GiB": round(size, 2),
+        "pin alone GiB/s": round(size / pinned_s, 2),
+        "pin alone, again, GiB/s": round(size / again_s, 2),
+        "start GiB/s": round(size / seconds, 2),
+        "of pinning": round(seconds / pinned_s, 2),
+        "of pinning again": round(seconds / again_s, 2),
+        "same bytes": same,
+    }
+
+
+def one_read(path: Path, row_bytes: int, num_rows: int) -> Results:
+    """Milliseconds of a row that nothing else is read beside, by how it is read."""
+    buffer, draw, found = page_aligned(row_bytes), Random(1), {}
+    for direct in (True, False):
+        for pieces in (1, 4, 8):
+            file = RowFile(path, row_bytes, num_readers=8, num_pieces=pieces, direct=direct)
+            times = []
+            for _ in range(12):
+                begin = perf_counter()
+                file.read(draw.randrange(num_rows), buffer).result()
+                times.append(1e3 * (perf_counter() - begin))
+            file.close()
+            name = f"{'direct' if direct else 'page cache'}, {pieces} pieces"
+            found[name] = round(median(times), 3)
+    return found
+
+
+def ideal_reads(asked: list[int], num_places: int, since: int) -> int:
+    """Reads after the first `since` requests, if what leaves were always asked for last."""
+    turns: defaultdict[int, deque[int]] = defaultdict(deque)
+    for turn, row in enumerate(asked):
+        turns[row].append(turn)
+    here: dict[int, int] = {}
+    reads = 0
+    for turn, row in enumerate(asked):
+        turns[row].popleft()
+        if row not in here:
+            reads += turn >= since
+            if len(here) == num_places:
+                del here[max(here, key=lambda other: here[other])]
+        here[row] = turns[row][0] if turns[row] else len(asked)
+    return reads
+
+
+def first_layers(rig: Rig, num_layers: int) -> Rig:
+    """A model of a rig's first layers, with its rows."""
+    small, num_rows = Rig(rig.device, num_layers), num_layers * (len(rig.bases) // len(rig.layers))
+    small.resident = DeviceExperts(
+        rig.form, rig.resident.rows[:num_rows], rig.bases[:num_rows], small.layers
+    )
+    return small
+
+
+def over_a_file(
+    small: Rig, pinned: HostSide, path: Path, skew: float, pool_share: float
+) -> Results:
+    """Steps with a pool over an arena of a part of the rows, and in turn with them the same ones
+    over an arena of all; both pools see the same tokens from the first."""
+    num_rows, row_bytes = len(small.bases), small.form.row_bytes
+    num_experts = num_rows // len(small.layers)
+    small.set_skew(skew)
+    num_places = max(int(ARENA_SHARE * num_rows), least_places(num_experts))
+    place_of = mapped_numbers(num_rows, -1, pin=True)
+    requests = mapped_numbers(1 + 1024, 0, pin=True)
+    arena = Arena(num_places, row_bytes, pin=True)
+    feeder = Watched(
+        arena,
+        RowFile(path, row_bytes, num_readers=8, num_pieces=4),
+        place_of,
+        requests,
+        file_rows=range(num_rows),
+        in_flight=num_experts,
+    )
+    host = HostSide(arena=arena, place_of=place_of, requests=requests, feeder=feeder)
+    feeder.start()
+    try:
+        pools = [small.pool(side, int(pool_share * num_rows)) for side in (pinned, host)]
+        steps = [CapturedStep(small, pool, 1) for pool in pools]
+        resident = CapturedStep(small, small.resident, 1)
+        for _ in range(WARM_STEPS):
+            tokens = small.tokens(1)
+            for step in steps:
+                step(tokens)
+        warming, asked = feeder.counts.num_reads, len(feeder.asked)
+        waited_s, (hits, misses) = feeder.counts.wait_s, pools[1].counts()
+        totals = [0.0, 0.0]
+        for _ in range(STEPS):
+            tokens = small.tokens(1)
+            for n, step in enumerate(steps):
+                totals[n] += step(tokens)
+        after = pools[1].counts()
+        reads = feeder.counts.num_reads - warming
+        pinned_ms, disk_ms = (total / STEPS for total in totals)
+        return {
+            "layers": len(small.layers),
+            "places": num_places,
+            "share %": round(100 * num_places / num_rows, 1),
+            "skew": round(skew, 3),
+            "hits %": round(100 * (after[0] - hits) / max(1, sum(after) - hits - misses), 2),
+            "pinned ms": round(pinned_ms, 3),
+            "disk ms": round(disk_ms, 3),
+            "of the pinned rate": round(pinned_ms / disk_ms, 3),
+            "reads while warming up": warming,
+            "reads a step": reads / STEPS,
+            "of these an ideal choice would do": ideal_reads(feeder.asked, num_places, asked)
+            / STEPS,
+            "ms a read": round(1e3 * (feeder.counts.wait_s - waited_s) / max(1, reads), 3),
+            "same bits": compare(small, steps[1], resident, 3).same,
+            "error word": int(small.device.error),
+        }
+    finally:
+        torch.cuda.synchronize()
+        host.close()
