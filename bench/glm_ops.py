@@ -1,6 +1,6 @@
 """GLM's attention kernels at released widths on a GPU, each in the variants that could be bound.
 
-    python -m bench.glm_ops [--out FILE]
+    python -m bench.glm_ops [--parts attention,chunks,products,index] [--out FILE]
 
 A variant's calls for many layers, each with state and weights of its own, are captured together and
 played as one, so that neither caches nor the host count. Knows the kernels' module constants.
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.gpu import check_parts
 from bench.step_h200 import Bench
 from moet.kernels import triton_indexer, triton_mla, triton_mla_attention
 from moet.kernels.cache import Cache, PlanedFormat
@@ -32,7 +33,7 @@ RESULTS = Path(__file__).parent / "results" / "glm_ops.json"
 PAGE, LATENT, ROPE, HEADS, TOP_K, INDEX_HEADS, INDEX_DIM = 64, 512, 64, 64, 2048, 32, 128
 LAYERS = 12
 # Heads of a program, keys of a tile, warps; of chunks by heads of a rank.
-ATTENTION = ((64, 64, 8), (64, 32, 8), (64, 32, 4), (16, 64, 8), (16, 32, 4), (16, 64, 4))
+ATTENTION = ((64, 64, 8), (64, 64, 4), (32, 64, 4), (16, 64, 8), (16, 64, 4))
 CHUNKS = {64: ((64, 64, 8), (64, 64, 4)), 32: ((32, 64, 8), (32, 64, 4), (64, 64, 8))}
 FORMS: dict[str, PlanedFormat] = {
     "fp8": Fp8LatentRows(LATENT, ROPE, PAGE),
@@ -92,7 +93,7 @@ def bf16(*shape: int) -> Tensor:
 
 
 def attention_rows(bench: Bench, queue: CudaQueue) -> None:
-    for kv_dtype, num_rows in [("nvfp4", 1), ("nvfp4", 8)]:
+    for kv_dtype, num_rows in (("nvfp4", 1), ("nvfp4", 8)):
         rows = rows_of(num_rows, 8192)
         num_pages = rows.page_table.numel()
         caches = [random_cache(FORMS[kv_dtype], num_pages) for _ in range(LAYERS)]
@@ -112,6 +113,7 @@ def attention_rows(bench: Bench, queue: CudaQueue) -> None:
                 )
             return True
 
+        first: Tensor | None = None
         for heads, keys, warps in ATTENTION:
             case = f"latent_attention, {kv_dtype}, {num_rows} rows, {heads} heads, {keys} keys"
             case += f", {warps} warps"
@@ -119,7 +121,18 @@ def attention_rows(bench: Bench, queue: CudaQueue) -> None:
                 each = {"sm90a": heads, "sm120a": heads}
                 values = {"HEADS_EACH": each, "KEYS": keys, "WARPS": warps}
                 with constants(triton_mla_attention, values):
-                    bench.add(case, time_us(queue, work) / LAYERS, "us")
+                    taken_us = time_us(queue, work) / LAYERS
+                    found = triton_mla_attention.latent_attention(
+                        query, caches[0], selected, rows, scale=1 / 16, latent_dim=LATENT
+                    )
+                    first = found if first is None else first
+                    bench.add(case, taken_us, "us", note=differing(found, first))
+
+
+def differing(found: Tensor, first: Tensor) -> str:
+    """How many values have other bits than the first variant's, and by how much at most."""
+    gap = float((found.float() - first.float()).abs().max() / first.float().abs().max())
+    return f"{int((found != first).sum())} of {found.numel()} differ, by {gap:.1e} of the largest"
 
 
 def prefill_rows(bench: Bench, queue: CudaQueue) -> None:
@@ -217,20 +230,28 @@ def index_rows(bench: Bench, queue: CudaQueue) -> None:
             bench.add(case, time_us(queue, work) / len(caches), "us", floor=floor)
 
 
+PARTS: dict[str, Callable[[Bench, CudaQueue], None]] = {
+    "attention": attention_rows,
+    "chunks": prefill_rows,
+    "products": product_rows,
+    "index": index_rows,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parts", type=lambda text: text.split(","), default=tuple(PARTS))
     parser.add_argument("--commit", default="", help="what to call the sources that are measured")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
+    check_parts(parser, args.parts, tuple(PARTS))
     if not torch.cuda.is_available():
         sys.exit("there is no GPU")
     torch.manual_seed(0)
     queue = CudaQueue()
     bench = Bench(args.out, "python -m bench.glm_ops", args.commit, {})
-    attention_rows(bench, queue)
-    prefill_rows(bench, queue)
-    product_rows(bench, queue)
-    index_rows(bench, queue)
+    for part in args.parts:
+        PARTS[part](bench, queue)
     bench.write()
     print(f"faults: {bench.faults}" if bench.faults else "no faults", flush=True)
 
