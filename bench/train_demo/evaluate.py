@@ -95,19 +95,20 @@ def look(model: nn.Module, renderer: Renderer, device: str) -> dict[str, float]:
     for name in ("sum", "tool_call", "needle_short"):
         samples = [draw(TASKS[name], rng, held_out=True) for _ in range(48)]
         found[name] = score(model, renderer, samples, 1024, device)["exact"]
-    samples = [draw(_deep, rng, held_out=True) for _ in range(8)]
-    found["needle_4096"] = score(model, renderer, samples, 4096, device)["exact"]
+    samples = [draw(_codes(2600), rng, held_out=True) for _ in range(16)]
+    found["codes_4096"] = score(model, renderer, samples, 4096, device)["exact"]
     return found
 
 
-def _deep(rng: random.Random) -> Sample:
-    return retrieval.needle(rng, 2600, depth=rng.random())
+def _codes(num_words: int) -> Generator:
+    """One of many codes in a text."""
+    return lambda rng: retrieval.needle(rng, num_words)
 
 
 def report(
     model: nn.Module, renderer: Renderer, device: str, num_samples: int = 128
 ) -> dict[str, Any]:
-    """Scores per task, and of needles by length and depth."""
+    """Scores per task, of needles among few by length and depth, and of codes among many."""
     rng = random.Random(11)
     found: dict[str, Any] = {}
     for name, generate in TASKS.items():
@@ -120,4 +121,6 @@ def report(
             if sample.held_out:
                 samples.append(sample)
         found[f"needle_{length}"] = score(model, renderer, samples, length, device)
+        samples = [draw(_codes(num_words), rng, held_out=True) for _ in range(num_samples // 4)]
+        found[f"codes_{length}"] = score(model, renderer, samples, length, device)
     return found
