@@ -12,10 +12,9 @@ and the rest goes on.
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
-import json
 import os
+import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -38,8 +37,10 @@ from bench.experts_rig import (
     compare,
     link_rate,
 )
+from bench.experts_rows import rows
 from bench.gpu import milliseconds, open_gpu
 from bench.gpu_model import PAGE, kernels_of, state
+from moet.bench.results import report, write
 from moet.errors import ConfigError
 from moet.kernels.device_gemm import Device
 from moet.kernels.expert_cache_device import bring_on_device, fetch_on_device, resolve_on_device
@@ -542,6 +543,26 @@ PARTS: dict[str, Callable[[Bench], Results]] = {
 }
 
 
+def content(results: Results, bench: Bench, commit: str) -> Results:
+    """The result file so far."""
+    opened = results.get("open", {})
+    more = {
+        "model": f"deepseek-v4-flash, first {bench.layers} of 43 layers, w2, dummy weights of seed "
+        f"{SEED}, experts made popular by the skew that each row states (moet/models/dummy.py)",
+        "link_gb_per_s": opened.get("link GB/s"),
+        "filled_and_pinned_gib_per_s": opened.get("filled and pinned GiB/s"),
+        "faults": {name: text for name, text in results.items() if isinstance(text, str)},
+        "kernels": {
+            name: case["top"]
+            for name, case in results.get("launches", {}).items()
+            if isinstance(case, dict) and "top" in case
+        },
+    }
+    command = " ".join(["python -m bench.experts", *sys.argv[1:]])
+    made = report(command, rows(results), hardware=torch.cuda.get_device_name(), more=more)
+    return made | ({} if commit == "unknown" else {"commit": commit})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=30)
@@ -555,12 +576,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     device = open_gpu()
-    results: Results = {
-        "hardware": torch.cuda.get_device_name(),
-        "commit": args.commit,
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "seed": SEED,
-    }
+    results: Results = {}
     bench = Bench(
         device, args.layers, args.fp4_layers, args.disk_layers, args.folder, args.memory_folder
     )
@@ -580,7 +596,7 @@ def main() -> None:
         gc.collect()
         with suppress(RuntimeError):  # a device that is lost has said so above
             torch.cuda.empty_cache()
-        out.write_text(json.dumps(results, indent=1))
+        write(out, content(results, bench, args.commit))
     for path in bench.files:
         path.unlink(missing_ok=True)
 
