@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from itertools import product
 
 from moet.errors import ConfigError
@@ -46,12 +46,9 @@ class Shapes:
 
         Raises ConfigError if there is none.
         """
-        needed = num_seqs, num_rows, num_pages
-        found = [
-            next((each for each in sizes if each >= least), None)
-            for sizes, least in zip(astuple(self), needed, strict=True)
-        ]
-        seqs, rows, pages = found
+        seqs = _first(self.buckets, num_seqs)
+        rows = _first(self.rows_per_seq, num_rows)
+        pages = _first(self.reaches, num_pages)
         if seqs is None or rows is None or pages is None:
             most_seqs, most_rows, most_pages = self.most()
             raise ConfigError(
@@ -60,6 +57,10 @@ class Shapes:
                 f"{most_pages} pages"
             )
         return Shape(seqs, rows, pages)
+
+
+def _first(sizes: tuple[int, ...], least: int) -> int | None:
+    return next((size for size in sizes if size >= least), None)
 
 
 def reaches(max_pages: int) -> tuple[int, ...]:
