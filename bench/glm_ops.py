@@ -119,7 +119,7 @@ def attention_rows(bench: Bench, queue: CudaQueue) -> None:
             case += f", {warps} warps"
             with bench.part(case):
                 each = {"sm90a": heads, "sm120a": heads}
-                values = {"HEADS_EACH": each, "KEYS": keys, "WARPS": warps}
+                values = {"HEADS_APART": each, "KEYS": keys, "WARPS": warps}
                 with constants(triton_mla_attention, values):
                     taken_us = time_us(queue, work) / LAYERS
                     found = triton_mla_attention.latent_attention(

@@ -28,9 +28,10 @@ from moet.bench.device_rig import DeviceRig
 from moet.bench.device_step import OpRecorder
 from moet.bench.rig import Shape
 from moet.config import ModelSettings
+from moet.kernels import triton_mla_attention
 from moet.kernels.device_gemm import Device
 from moet.kernels.quant import Activations
-from moet.kernels.registry import watching
+from moet.kernels.registry import GPU_ARCHS, watching
 from moet.models.base import ForwardInput
 from moet.models.dummy import DummyOptions
 from moet.models.glm_moe_dsa_config import GlmMoeDsaConfig
@@ -224,6 +225,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kv", choices=("fp8", "nvfp4"), default="nvfp4")
     parser.add_argument("--dense", choices=("fp8", "bf16"), default="fp8")
     parser.add_argument("--steps", type=int, default=30, help="timed steps of each row")
+    parser.add_argument("--heads", type=int, help="of a program that attends to one tile, to try")
     parser.add_argument("--commit", default="", help="what to call the sources that are measured")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args(given)
@@ -234,6 +236,8 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s", stream=sys.stdout)
     args = arguments()
+    if args.heads is not None:
+        triton_mla_attention.HEADS_APART = dict.fromkeys(GPU_ARCHS, args.heads)
     torch.manual_seed(0)
     device = open_gpu()
     began_s = perf_counter()

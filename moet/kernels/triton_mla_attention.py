@@ -28,6 +28,7 @@ from moet.kernels.triton_common import begin, e2m1_values, overlap
 
 # Of one program: the rows of its matrix instructions. NVFP4 rows take more memory as they unfold.
 HEADS_EACH = {"sm90a": 64, "sm120a": 16}
+HEADS_APART = {"sm90a": 64, "sm120a": 16}  # where every tile has a program
 HEADS_JOINED = 1  # of one program that joins tiles
 KEYS = 64  # of a tile
 WARPS = 8  # of a program that attends
@@ -249,7 +250,8 @@ def latent_attention(
     top_k = selected.shape[1]
     num_tiles = triton.cdiv(min(top_k, rows.max_entries(1)), KEYS)
     whole = num_rows * num_tiles > MAX_PARTS
-    most_heads = HEADS_EACH[device_arch(query.device) if query.is_cuda else "sm90a"]
+    arch = device_arch(query.device) if query.is_cuda else "sm90a"
+    most_heads = (HEADS_EACH if whole else HEADS_APART)[arch]
     heads = min(most_heads, max(16, triton.next_power_of_2(num_heads)))
     parts = 0 if whole else num_rows * num_tiles * num_heads
     part_acc = torch.empty(parts * latent_dim, dtype=torch.float32, device=query.device)
