@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import logging
 import queue
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -131,7 +132,16 @@ class Engine:
         self._on_death = on_death
         self._router = Router(host)
         self._numbers = count()
-        host.ready.add_done_callback(self._finish_loading)
+        # Threads that are in the middle of something abort an interpreter that ends.
+        weakref.finalize(self, host.close)
+        finish = weakref.WeakMethod(self._finish_loading)
+
+        def loaded(ready: Future[CoreInfo]) -> None:
+            method = finish()
+            if method is not None:
+                method(ready)
+
+        host.ready.add_done_callback(loaded)
         host.start(self._router.deliver, on_death)
 
     def _finish_loading(self, ready: Future[CoreInfo]) -> None:

@@ -359,4 +359,5 @@ class ThreadHost(Host):
         self._inbox.queue.put(command)
 
     def _join(self, timeout_s: float) -> None:
-        self._thread.join(timeout_s)
+        if self._thread is not threading.current_thread():  # which may be the last to know of us
+            self._thread.join(timeout_s)

@@ -87,7 +87,8 @@ class ProcessHost(Host):
                 logger.warning("the engine process %s did not end; killing it", self.pid)
                 self._process.kill()
                 self._process.join()
-            self._thread.join(timeout_s)
+            if self._thread is not threading.current_thread():
+                self._thread.join(timeout_s)
         with self._send_lock:
             self._commands.close(linger=0)
         self._context.destroy(linger=0)

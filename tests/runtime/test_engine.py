@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -42,6 +43,15 @@ def test_texts_come_back_in_order_without_the_end_token() -> None:
         assert second.num_cached_tokens == 2
         assert engine.generate("solo")[0].text == "solo"
         assert engine.generate(ids("ids"))[0].text == "ids"
+
+
+def test_an_engine_that_nobody_has_any_more_ends_its_core() -> None:
+    host = ThreadHost(lambda progress: ScriptedCore(echo))
+    engine = Engine.over(host, text_side)
+    engine.wait_until_ready(60)
+    del engine
+    gc.collect()
+    assert host.state == "closed"
 
 
 def test_more_prompts_than_may_be_open_are_fed_as_places_fall_free(

@@ -19,6 +19,7 @@ from moet.errors import EngineDeadError
 logger = logging.getLogger(__name__)
 
 BEAT_S = 0.5
+JOIN_S = 2.0  # for an exchange with the store that is under way
 
 
 class GroupError(EngineDeadError):
@@ -87,6 +88,8 @@ class Monitor:
         """Stop watching."""
         self._closed.set()
         self._ends = []
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(JOIN_S)
 
     def phases(self) -> str:
         """What every other rank last said it was doing."""

@@ -198,11 +198,12 @@ def claims(source: _Source) -> dict[str, str]:
     common = replace(source.config, model="")  # packs may lie in another folder on another host
     pack = source.pack
     weights = source.raw_config if pack is None else msgspec.to_builtins(pack.manifest)
+    told = msgspec.json.decode(msgspec.json.encode(common), type=EngineConfig)  # 60 is 60.0 there
     return {
         "moet's version": __version__,
         "torch's version": torch.__version__,
         "the kind of processor": platform.machine(),
-        "the settings": _hash(msgspec.json.encode(common)),
+        "the settings": _hash(msgspec.json.encode(told)),
         "the pack": _hash(msgspec.json.encode(weights)),
     }
 

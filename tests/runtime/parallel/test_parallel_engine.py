@@ -20,7 +20,7 @@ from moet.runtime.parallel.start import place_of
 PROMPTS = ["Hello there, how are you", "The"]
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, logprobs=1)
 DRAFTS = SchedulerConfig(max_num_seqs=4, num_spec_tokens=2)
-HANG_S = 4.0
+HANG_S = 4  # whole, as callers write it
 SOON_S = 40.0  # the machine is busy; what is claimed is HANG_S and a few seconds
 
 Answers = list[tuple[list[int], list[float]]]
