@@ -1,7 +1,7 @@
 """Prompts of DeepSeek-V4-Flash at full size on one GPU: forms of the kernels for many rows side
 by side, their bits compared, and where the time of an 8k prompt goes.
 
-    python -m bench.long_rows --part products|ops|model [--commit X] [--out FILE]
+    python -m bench.long_rows --part products|ops|host|model [--commit X] [--out FILE]
 
 A part is a process of its own: one that hangs is ended by whoever started it (`timeout`).
 """
@@ -9,15 +9,18 @@ A part is a process of its own: one that hangs is ended by whoever started it (`
 from __future__ import annotations
 
 import argparse
+import cProfile
 import datetime
 import gc
 import json
+import pstats
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -146,6 +149,29 @@ class Prompts:
         return median(times)
 
 
+def host(device: Device, num_layers: int | None) -> Any:
+    """What launching a short chunk takes this process, and the functions in which it is spent."""
+    prompts, found = Prompts(device, num_layers), {}
+    for size in (512, 1024, 2048):
+        prompts.run(2 * size, size)
+        torch.cuda.synchronize()
+        began_s = perf_counter()
+        prompts.run(2 * size, size)
+        launched_s = perf_counter() - began_s
+        torch.cuda.synchronize()
+        taken_s = perf_counter() - began_s
+        entry = {"launched ms": round(5e2 * launched_s, 1), "ms": round(5e2 * taken_s, 1)}
+        found[f"chunk of {size}"] = entry
+        print(size, entry, flush=True)
+        _, lines = kernels_of(lambda size=size: prompts.run(size, size))  # type: ignore[misc]
+        print(*lines[:24], sep="\n", flush=True)
+    profile = cProfile.Profile()
+    profile.runcall(prompts.run, 2048, 1024)
+    torch.cuda.synchronize()
+    pstats.Stats(profile).sort_stats("tottime").print_stats(40)
+    return found
+
+
 def model(device: Device, num_layers: int | None, all_forms: bool) -> Any:
     found: dict[str, Any] = {}
     kept: dict[int, torch.Tensor] = {}
@@ -175,7 +201,7 @@ def model(device: Device, num_layers: int | None, all_forms: bool) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--part", choices=("products", "ops", "model"), required=True)
+    parser.add_argument("--part", choices=("products", "ops", "host", "model"), required=True)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--all-forms", action="store_true", help="not only those that are bound")
     parser.add_argument("--commit", default="", help="what to call the sources that are measured")
@@ -186,6 +212,7 @@ def main() -> None:
     parts: dict[str, Callable[[], Any]] = {
         "products": lambda: products(device),
         "ops": lambda: ops(device),
+        "host": lambda: host(device, args.layers),
         "model": lambda: model(device, args.layers, args.all_forms),
     }
     result = {

@@ -1,6 +1,7 @@
 """Whether prefill GEMMs give the same bits every time on a GPU, and how fast: builds side by side.
 
-    python -m bench.races [--cubins FOLDER ...] [--launches N] [--out FILE]
+    python -m bench.races [--cubins FOLDER ...] [--few FOLDER] [--pair FOLDER] [--launches N]
+                          [--out FILE]
 
 Every column block of every token has a scale of its own, so that one read too late shows. A case is
 launched again and again, and what differs from its first result is counted on the device.
@@ -28,9 +29,17 @@ from moet.kernels.stream_experts import ExpertPool
 from moet.kernels.stream_gemm import StreamLinear
 
 TOKENS = (300, 1000, 2048, 4096)  # of a storm's launches
-TIMED = 8192
+TIMED = (512, 1024, 2048, 8192)
+LONGEST = TIMED[-1]
 DENSE = ((1536, 4096), (32768, 1024), (4096, 8192))
 Call = Callable[[], Tensor]
+
+
+class Paired(Kernels):
+    """Launches CTAs of GEMMs as clusters of two."""
+
+    def launch(self, name: str, **options: Any) -> None:
+        super().launch(name, **options, cluster=2 if name.startswith("prefill_") else 1)
 
 
 def scaled_rows(rows: int, columns: int) -> Tensor:
@@ -40,14 +49,17 @@ def scaled_rows(rows: int, columns: int) -> Tensor:
     return (x * powers).view(rows, columns).bfloat16()
 
 
-def of_experts(kernels: Kernels, pool: ExpertPool, error: Tensor, tokens: int) -> dict[str, Call]:
-    """Both products of a layer's experts. Seeded: every build gets the same rows."""
+def of_experts(
+    kernels: Kernels, pool: ExpertPool, error: Tensor, tokens: int, few: bool = False
+) -> dict[str, Call]:
+    """Both products of a layer's experts. Seeded: every build gets the same rows. few: of tiles."""
     torch.manual_seed(tokens)
     ids, slot_of = routed(tokens, 0.5), torch.arange(EXPERTS, device=DEVICE)
-    work = prefill_gemm.plan_chunk(kernels, ids, slot_of, prefill_gemm.tile_rows(kernels))
+    rows = prefill_gemm.FEW_ROWS if few else prefill_gemm.tile_rows(kernels)
+    work = prefill_gemm.plan_chunk(kernels, ids, slot_of, rows)
     x, h = scaled_rows(tokens, 4096), scaled_rows(tokens * TOP_K, 2048)
-    x_tiles = prefill_gemm.make_tiles(kernels, x, work=work, top_k=TOP_K)
-    h_tiles = prefill_gemm.make_tiles(kernels, h, work=work)
+    x_tiles = prefill_gemm.make_tiles(kernels, x, work=work, top_k=TOP_K, rows=rows)
+    h_tiles = prefill_gemm.make_tiles(kernels, h, work=work, rows=rows)
     up = partial(prefill_gemm.gate_up, kernels, pool, x_tiles, work, pair_weight=None, limit=10.0)
     down = partial(prefill_gemm.down, kernels, pool, h_tiles, work)
     return {
@@ -84,6 +96,8 @@ def first_result(call: Call) -> Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cubins", type=Path, nargs="*", default=[], help="beside the bound ones")
+    parser.add_argument("--few", type=Path, help="whose tiles of experts have few rows")
+    parser.add_argument("--pair", type=Path, help="whose CTAs share tokens, two by two")
     parser.add_argument("--launches", type=int, default=1000, help="of a case")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -92,25 +106,34 @@ def main() -> None:
     pool = random_pool(W2Rows(4096, 2048), EXPERTS)
     results: dict[str, Any] = {"hardware": torch.cuda.get_device_name()}
     kept: dict[str, Tensor] = {}
-    for root in (None, *args.cubins):
-        kernels = Kernels(DEVICE, root)
-        calls = of_dense(kernels, device.error, 1000, 4096, 8192)
+    forms = [("bound", Kernels(DEVICE), False)]
+    forms += [(root.name, Kernels(DEVICE, root), False) for root in args.cubins]
+    if args.few:
+        forms.append((args.few.name, Kernels(DEVICE, args.few), True))
+    if args.pair:
+        forms.append((args.pair.name, Paired(DEVICE, args.pair), False))
+    for form, kernels, few in forms:
+        calls: dict[str, Call] = {}
+        if not few:
+            calls |= of_dense(kernels, device.error, 1000, 4096, 8192)
         for tokens in TOKENS:
-            calls |= of_experts(kernels, pool, device.error, tokens)
+            calls |= of_experts(kernels, pool, device.error, tokens, few)
         found: dict[str, Any] = {"other bits than bound": 0, "wrong": {}}
         for name, call in calls.items():
             made = first_result(call)
             found["wrong"][name] = storm(call, made, args.launches)
             found["other bits than bound"] += not torch.equal(made, kept.setdefault(name, made))
-        calls = of_experts(kernels, pool, device.error, TIMED)
-        for n, k in DENSE:
-            calls |= of_dense(kernels, device.error, TIMED, n, k)
+        calls = {}
+        for tokens in TIMED:
+            calls |= of_experts(kernels, pool, device.error, tokens, few)
+        for n, k in () if few else DENSE:
+            calls |= of_dense(kernels, device.error, LONGEST, n, k)
         found["us"] = {
             name: round(1e3 * milliseconds(call, repeats=4, rounds=5), 1)
             for name, call in calls.items()
         }
-        results[root.name if root else "bound"] = found
-        print(root.name if root else "bound", json.dumps(found), flush=True)
+        results[form] = found
+        print(form, json.dumps(found), flush=True)
     results["error"] = int(device.error)
     if args.out:
         args.out.write_text(json.dumps(results, indent=1) + "\n")

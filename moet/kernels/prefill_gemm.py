@@ -26,6 +26,7 @@ from moet.kernels.stream_gemm import (
 )
 
 LARGE_SHARED_BYTES = 200_000  # from which on a CTA has room for 128 tokens
+FEW_ROWS = 32  # of a tile where a large device gives experts few rows: two CTAs share an SM
 THREADS = 384
 # Stages of tokens and places of weights, as `csrc/prefill_gemm.cu` lists them: large, small device.
 DEPTHS: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
@@ -40,6 +41,8 @@ DEPTHS: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
     "fp8_f32": ((3, 3), (3, 0)),
     "bf16_bf16": ((3, 3), (3, 0)),
     "bf16_f32": ((3, 3), (3, 0)),
+    "w2_swiglu_few": ((4, 8), (0, 0)),
+    "w2_bf16_few": ((4, 7), (0, 0)),
 }
 # Of a lane's weights in a chunk: bytes of codes.
 CODE_BYTES = {"w2": 16, "mxfp4": 32, "nvfp4": 32, "fp8": 64, "bf16": 64}
@@ -65,6 +68,7 @@ class Tiles:
 
     data: Tensor
     k: int
+    rows: int
 
 
 def tile_rows(launcher: Launcher) -> int:
@@ -147,13 +151,15 @@ def make_tiles(
     work: Work | None = None,
     top_k: int = 1,
     fp8: bool = True,
+    rows: int | None = None,
 ) -> Tiles:
-    """x: [T, K] bf16, K % 32 == 0. fp8: e4m3 by the recipe of `stream_experts.quantise`.
+    """x: [T, K] bf16, K % 32 == 0. fp8: e4m3 by the recipe of `stream_experts.quantise`. rows: of
+    a tile, `tile_rows` by default.
 
     With work the tiles follow its entries, whose pairs are rows token * top_k + choice; without,
     the rows of x in order.
     """
-    rows, (num_rows, k) = tile_rows(launcher), x.shape
+    rows, (num_rows, k) = rows or tile_rows(launcher), x.shape
     chunks = -(-k // 128) * (1 if fp8 else 2)  # planes are padded to 128 columns
     count = -(-num_rows // rows) if work is None else work.entries.shape[0]
     row_bytes = 132 if fp8 else 128
@@ -172,19 +178,21 @@ def make_tiles(
             shared_bytes=0,
             args=args,
         )
-    return Tiles(data, k)
+    return Tiles(data, k, rows)
 
 
-def _shared_bytes(codec: str, output: str, rows: int, waiting: int, most: int) -> int:
+def _shared_bytes(launcher: Launcher, name: str, rows: int, waiting: int) -> int:
     """Barriers, stages of tokens and a place more of scales, places of weights, and waiting sums
     (for SwiGLU, and what the warpgroups exchange). Raises UnsupportedError if that is more than
-    `most`."""
-    stages, depth = DEPTHS[f"{codec}_{output}"][rows < 128]
+    the device has. name: of the kernel, without prefill_."""
+    codec, output, *_ = name.split("_")
+    most, small = launcher.max_shared_bytes, tile_rows(launcher) < 128
+    stages, depth = DEPTHS[name][small]
     place = 256 * CODE_BYTES[codec]
     if codec == "fp8":
         place += 64  # a scale a warp
     elif codec != "bf16":
-        place += 256 * (4 if rows < 128 or codec == "nvfp4" else 8)  # scales and row bases
+        place += 256 * (4 if small or codec == "nvfp4" else 8)  # scales and row bases
     sums = rows // 2 * 128 * 4  # of a warpgroup
     total = 128 + stages * rows * 128 + (0 if codec == "bf16" else (stages + 1) * rows * 4)
     total += depth * place + 2 * waiting * sums
@@ -205,13 +213,13 @@ def _run(
     args.x, args.k = tiles.data.data_ptr(), tiles.k
     args.first_half_stages = half
     waiting = 2 if args.segments > 1 or args.slices > 1 else 1
+    few = tiles.rows < tile_rows(launcher)
+    kernel = f"{codec}_{name}" + "_few" * few
     launcher.launch(
-        f"prefill_{codec}_{name}",
-        grid=max(1, min(tiles.data.shape[0] * args.tiles, launcher.num_sms)),
+        f"prefill_{kernel}",
+        grid=max(1, min(tiles.data.shape[0] * args.tiles, (1 + few) * launcher.num_sms)),
         threads=THREADS,
-        shared_bytes=_shared_bytes(
-            codec, name, tile_rows(launcher), waiting, launcher.max_shared_bytes
-        ),
+        shared_bytes=_shared_bytes(launcher, kernel, tiles.rows, waiting),
         args=args,
     )
 
