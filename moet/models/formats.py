@@ -64,7 +64,7 @@ def decode_e4m3(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def encode_e4m3(x: Tensor) -> Tensor:
     """Round to e4m3, ties to even, saturating at 448 (infinities too); NaN stays NaN."""
-    return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return x.clamp(-E4M3_MAX, E4M3_MAX).float().to(torch.float8_e4m3fn)
 
 
 def encode_e2m1(x: Tensor) -> Tensor:
