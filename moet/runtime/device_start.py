@@ -78,8 +78,6 @@ def _obstacle(config: EngineConfig, raw_config: Mapping[str, Any] | None) -> str
             f"{' or '.join(formats)} of this model"
         )
     experts = config.experts
-    if experts.trace_file is not None:
-        return "traces of experts are the CPU reference's so far"
     if "w2+hot" in {experts.policy, *experts.offered}:
         return "the policy w2+hot is the CPU reference's so far"
     return None
@@ -215,6 +213,8 @@ def load_rank(
             "several ranks compute all rows with one format of experts as yet; leave out "
             "--precisions and --prefill-precision, and choose --precision w2 or fp4"
         )
+    if config.experts.trace_file is not None:
+        raise ConfigError("--expert-trace records what one GPU is asked for; leave it out")
     kv_dtype = config.cache.kv_dtype
     model = load_model(pack.config, pack, settings, kv_dtype, num_spec_tokens, gpu, shard)
     every = used_layers(pack.experts.layers, int(pack.config["num_hidden_layers"]), num_spec_tokens)

@@ -28,6 +28,7 @@ from moet.runtime.experts.host import RETRY_AFTER_S, Arena, mapped_numbers
 from moet.runtime.experts.layer_stream import ByLength, LayerStream, stream_from
 from moet.runtime.experts.open_gpu import least_places
 from moet.runtime.experts.store import DeviceExperts
+from moet.runtime.experts.traces import read_trace
 from moet.runtime.loader import load_core
 from moet.runtime.queues import CudaGraphs, CudaQueue
 from tests.fakes import drain, request, tokens_of
@@ -249,5 +250,14 @@ def test_a_pack_is_served_alike_from_every_tier(gpu: Device, tmp_path: Path) -> 
     assert found == expected
     assert all(tier.num_disk_reads > 0 for tier in stats.tiers)
     assert 0 < stats.num_gated_rows <= stats.num_gate_rows
-    in_memory = replace(tiers, host_bytes=None, pool_bytes=10 * w2, static_bytes=0)
+    in_memory = replace(
+        tiers,
+        host_bytes=None,
+        pool_bytes=10 * w2,
+        static_bytes=0,
+        trace_file=str(tmp_path / "trace"),
+    )
     assert policy_answers(pack, in_memory)[0] == expected
+    trace = read_trace(tmp_path / "trace")
+    assert {layer for layer, _ in trace.calls} == set(range(trace.num_layers))
+    assert len(trace.calls) > 12 * trace.num_layers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import psutil
 
@@ -11,6 +12,7 @@ from moet.errors import ConfigError, RequestError
 from moet.models.base import ResidentProvider
 from moet.models.expert_encoder import Tier
 from moet.runtime.experts.build import Progress
+from moet.runtime.experts.device_traces import RecordedOnDevice
 from moet.runtime.experts.gpu import CachedExperts
 from moet.runtime.experts.layer_stream import ByLength, LayerStream, stream_from
 from moet.runtime.experts.precision import PrecisionSet
@@ -94,11 +96,20 @@ class DeviceServed:
         self.caches: dict[Tier, CachedExperts] = {}
         self._source, self._experts = source, config.experts
         self._first = formats_of(config)[0]
+        self._recorded: RecordedOnDevice | None = None
         self._counted: dict[Tier, tuple[float, float]] = {}  # hits and misses, when last looked at
         providers: dict[str, ResidentProvider] = {}
         try:
             for tier in formats_of(config):
                 providers[tier] = self._open(config, tier, plan, progress)
+            if config.experts.trace_file is not None:
+                self._recorded = providers[self._first] = RecordedOnDevice(
+                    providers[self._first],
+                    Path(config.experts.trace_file),
+                    source.gpu,
+                    layers=source.layers,
+                    num_experts=source.num_experts,
+                )
         except BaseException:
             self.close()
             raise
@@ -159,6 +170,9 @@ class DeviceServed:
 
     def close(self) -> None:
         """Keep the heat for the next start, and let go of files and memory."""
+        if self._recorded is not None:
+            self._recorded.close()
+            self._recorded = None
         for tier, cache in self.caches.items():
             self._source.keep(tier, cache, self._experts)
             cache.close()

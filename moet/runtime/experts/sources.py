@@ -40,6 +40,7 @@ class RowSource(Protocol):
     layers: Sequence[int]
     num_experts: int
     top_k: int
+    gpu: Device
     shard: Shard
 
     def form(self, tier: Tier) -> ExpertRows: ...

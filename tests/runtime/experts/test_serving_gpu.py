@@ -19,12 +19,14 @@ from moet.models.convert_plan import ConvertOptions
 from moet.models.pack import Pack
 from moet.models.synthetic import write_checkpoint
 from moet.runtime.experts import serving_gpu
+from moet.runtime.experts.device_traces import Ring
 from moet.runtime.experts.disk import RowFile
 from moet.runtime.experts.layer_stream import stream_from
 from moet.runtime.experts.numa import listed, near
 from moet.runtime.experts.serving_gpu import DeviceServed, device_sizes
 from moet.runtime.experts.sizes import TierSizes
 from moet.runtime.experts.sources import DummyRows, PackRows
+from moet.runtime.experts.traces import read_trace
 from moet.runtime.plan_types import ExpertPlan
 from tests.kernels import emulation
 
@@ -99,6 +101,7 @@ def test_rows_on_disk_are_served_and_heat_is_kept(
         static_bytes=2 * row_bytes,
         host_bytes=34 * row_bytes,
         heat_file=str(tmp_path / "heat"),
+        trace_file=str(tmp_path / "trace"),
     )
     config = EngineConfig(
         model=str(pack.folder), experts=experts, scheduler=SchedulerConfig(max_num_seqs=1)
@@ -130,11 +133,30 @@ def test_rows_on_disk_are_served_and_heat_is_kept(
     served.tune(tau=0.25)
     assert served.stats().tau == 0.25
     served.close()
+    trace = read_trace(tmp_path / "trace")
+    assert (trace.num_experts, trace.num_layers) == (NUM_EXPERTS, LAYERS)
+    assert trace.calls == [(place, [15, 3, 9, 14]) for place in (2, 0, 2)]
     again = serve()
     slot_of = again.caches["w2"].tables.slot_of
     hot = [place * NUM_EXPERTS + expert for place in (0, 2) for expert in (15, 3, 9, 14)]
     assert all(int(slot_of[row]) >= 0 for row in hot)
     again.close()
+
+
+def test_a_ring_that_nobody_reads_in_time_loses_records_and_says_so() -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    kernels = emulation.build(("expert_cache",), 90, num_sms=2)
+    ring, ids = Ring(Device.around(kernels, "sm90a", "cpu"), 16), torch.tensor([[7, -1, 2]])
+    for posts in (1, 3, 0):
+        for n in range(posts):
+            ring.post(n, ids)
+        assert ring.read() == [(n, [7, 2]) for n in range(posts)]
+    for _ in range(4):
+        ring.post(0, ids)
+    assert ring.read() is None
+    ring.post(5, ids)
+    assert ring.read() == [(5, [7, 2])]
 
 
 def test_dummy_rows_are_the_same_wherever_they_are(pack: Pack) -> None:
