@@ -297,7 +297,7 @@ def paired_layer(bench: Bench, format: ExpertRows, top_k: int, tokens: tuple[int
         all_bytes = chosen * format.row_bytes + 3 * d * i + 2 * experts * d
         floor_us = all_bytes / bench.read_bytes_per_us
         name = f"moe layer in pairs, {format.name} {d}, top {top_k}, T={t}"
-        for ctas in (None, 32, 16):
+        for ctas in (None, 64, 32, 22):
             us = bench.time_us([partial(layer, n, ctas) for n in range(8)])
             case = name + (f", {ctas} CTAs for the shared expert" if ctas else "")
             bench.add(case, us, "us", "lower", floor_us, 1.35 * floor_us + 6, f"{chosen} experts")

@@ -189,8 +189,9 @@ def _launch_pair(
     own = shared_ctas or _share(
         resident,
         own_items,
-        own_items * shared.chunks * CHUNK_BYTES["fp8"],
-        items * routed.chunks * CHUNK_BYTES[codec],
+        shared.chunks * CHUNK_BYTES["fp8"],
+        items,
+        routed.chunks * CHUNK_BYTES[codec],
     )
     own = min(own, own_items, resident - 1)
     others = max(1, min(items, resident - own))
@@ -205,10 +206,18 @@ def _launch_pair(
     )
 
 
-def _share(ctas: int, items: int, num_bytes: int, other_bytes: int) -> int:
-    """CTAs for items that have num_bytes beside others', so that none has one more than another."""
-    wanted = max(1, round(ctas * num_bytes / (num_bytes + other_bytes)))
-    return -(-items // -(-items // wanted))
+def _share(ctas: int, items: int, item_bytes: int, other_items: int, other_bytes: int) -> int:
+    """CTAs for items of item_bytes beside others', so that the one with the most bytes has least.
+
+    Of equals the fewest, and no more than their items keep equally busy.
+    """
+
+    def most(own: int) -> int:
+        each, others = -(-items // own), -(-other_items // (ctas - own))
+        return max(each * item_bytes, others * other_bytes)
+
+    counts = {-(-items // each) for each in range(1, items + 1)}
+    return min(sorted(own for own in counts if own < ctas), key=most)
 
 
 def _up_bytes(codec: Codec, stages: int) -> int:
