@@ -50,13 +50,13 @@ def _gate(tau: float, prefill: Precision | None = None) -> Variant:
 SHARED = (
     Variant("official"),
     Variant("w2 mse", precision="w2"),
-    _gate(0.6, prefill="fp4"),
+    _gate(0.95, prefill="fp4"),
     Variant("w2 inherit", precision="w2", scale_rule="inherit"),
     Variant("levels -3 -1 0.5 4", levels=ASYMMETRIC),
     Variant("levels -4 -1 1 4", levels=SYMMETRIC),
-    _gate(0.6),
+    _gate(0.95),
     _gate(0.8),
-    _gate(0.4),
+    _gate(0.6),
     Variant("fp4", precision="w2", experts=ExpertConfig(policy="fp4")),
     Variant("official, kv bf16", kv_dtype="bf16"),
 )
