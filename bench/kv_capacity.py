@@ -15,6 +15,7 @@ import logging
 import sys
 import tempfile
 from pathlib import Path
+from shutil import copytree
 from time import perf_counter
 
 import torch
@@ -25,7 +26,7 @@ from moet.config import CacheConfig, EngineConfig, SchedulerConfig, TargetConfig
 from moet.models.glm_moe_dsa_config import GlmMoeDsaConfig
 from moet.models.synthetic_glm import MODEL_NAME as GLM
 from moet.runtime.core import EngineCore
-from moet.runtime.dummy import preset_config
+from moet.runtime.dummy import preset_config, preset_folder
 from moet.runtime.loader import load_core
 from moet.types import Request, SamplingParams
 
@@ -36,7 +37,8 @@ PROMPT = 8192
 
 
 def folder_of(model: str, num_layers: int | None, folder: Path) -> Path:
-    """The config of a model's first layers, GLM-5.2's dense stack in fp8."""
+    """A preset's files there, its config that of the first layers, GLM-5.2's dense stack in fp8."""
+    copytree(preset_folder(model), folder, dirs_exist_ok=True)
     raw = preset_config(model, "full", num_layers)
     if model == GLM:
         raw = dict(GlmMoeDsaConfig.from_dict(raw).to_dict("fp8"))
