@@ -70,7 +70,6 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s", stream=sys.stdout)
     device = open_gpu()
     began_s = perf_counter()
-    free_bytes, _ = torch.cuda.mem_get_info(device.torch_device)
     with tempfile.TemporaryDirectory() as folder:
         config = EngineConfig(
             model=str(folder_of(args.model, args.layers, Path(folder))),
@@ -87,8 +86,7 @@ def main() -> None:
     run_prompt(core)
     torch.cuda.synchronize()
     info = core.info()
-    peak = torch.cuda.max_memory_reserved()
-    unused = free_bytes - peak
+    unused, _ = torch.cuda.mem_get_info(device.torch_device)
     tokens, held = info.num_pages * info.page_size, info.kv_cache_bytes
     note = (
         f"{tokens} tokens of {held / tokens:.0f} B; {unused / GIB:.2f} GiB were never touched; "
