@@ -15,6 +15,7 @@ import torch
 
 from moet.errors import CubinError
 
+MOST_CONFIGS = 4096
 ARCH_OF_CAPABILITY = {(9, 0): "sm90a", (12, 0): "sm120a"}
 
 
@@ -91,6 +92,7 @@ class Kernels:
         self._sources = _sources(self._root, self.arch)
         self._libraries: dict[str, Any] = {}
         self._functions: dict[str, tuple[Any, int]] = {}
+        self._configs: dict[tuple[Any, ...], Any] = {}
         torch.zeros(1, device=device)  # makes torch's context current
 
     def _checked(self, result: tuple[Any, ...], what: str) -> Any:
@@ -143,14 +145,35 @@ class Kernels:
         for that one itself before it reads what that one wrote. cluster: CTAs, neighbours in x,
         that run at the same time and may read each other's shared memory.
         """
-        driver = self._driver
         function = self._function(name, shared_bytes)
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        config = self._config(grid, threads, shared_bytes, stream, overlap, cluster)
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
+        launched = self._driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0)
+        if launched[0]:
+            self._checked(launched, name)
+
+    def _config(
+        self,
+        grid: int | tuple[int, int],
+        threads: int,
+        shared_bytes: int,
+        stream: int,
+        overlap: bool,
+        cluster: int,
+    ) -> Any:
+        """Kept once made: making one takes longer than a launch. Nobody writes to it later."""
+        key = grid, threads, shared_bytes, stream, overlap, cluster
+        config = self._configs.get(key)
+        if config is not None:
+            return config
+        driver = self._driver
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY = grid if isinstance(grid, tuple) else (grid, 1)
         config.gridDimZ = config.blockDimY = config.blockDimZ = 1
         config.blockDimX = threads
         config.sharedMemBytes = shared_bytes
-        config.hStream = torch.cuda.current_stream(self.device).cuda_stream
+        config.hStream = stream
         attribute = driver.CUlaunchAttribute()
         attribute.id = (
             driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -163,6 +186,7 @@ class Kernels:
             dimension = attributes[-1].value.clusterDim
             dimension.x, dimension.y, dimension.z = cluster, 1, 1
         config.attrs, config.numAttrs = attributes, len(attributes)
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
-        launched = driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0)
-        self._checked(launched, name)
+        if len(self._configs) == MOST_CONFIGS:  # grids follow the sizes of prompts
+            self._configs.clear()
+        self._configs[key] = config
+        return config
