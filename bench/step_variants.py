@@ -27,7 +27,16 @@ from moet.bench.device_rig import DeviceRig
 from moet.bench.device_step import profile_kernels
 from moet.bench.rig import Shape
 from moet.config import ModelSettings
-from moet.kernels import ahead, device_gemm, device_streams, projections, triton_attention
+from moet.kernels import (
+    ahead,
+    device_gemm,
+    device_streams,
+    paired_experts,
+    projections,
+    triton_attention,
+    triton_attention_inputs,
+    triton_rows,
+)
 from moet.models.deepseek_v4 import DeepseekV4
 from moet.models.dummy import DummyOptions
 from moet.models.synthetic import MODEL_NAME
@@ -44,6 +53,11 @@ Change = Callable[[DeepseekV4], None]
 def early(model: DeepseekV4) -> None:
     """Attention reads keys, and what follows it weights, before queries are there."""
     triton_attention.EARLY = True
+
+
+def reading(model: DeepseekV4) -> None:
+    """Small kernels read what is older than their inputs before those are there."""
+    triton_rows.EARLY = triton_attention_inputs.EARLY = True
 
 
 def asking(model: DeepseekV4) -> None:
@@ -68,31 +82,41 @@ def held(model: DeepseekV4) -> None:
     device_streams.HELD = True
 
 
+def tables(model: DeepseekV4) -> None:
+    """Whoever chooses experts asks for its tables at once."""
+    paired_experts.BEGIN_STAGES = {"pair_begin_asking": 4, "pair_begin_small": 1}
+
+
 def projecting(model: DeepseekV4) -> None:
     """The first products ask for what their rings do not hold."""
     projections.AHEAD = True
 
 
+ALL_BUT_FOLLOWING = "early, reading, deep, held, tables, projecting"
+EVERYTHING = "early, reading, deep, following, held, tables, projecting"
 VARIANTS: dict[str, list[Change]] = {
     "plain": [],
     "held": [held],
+    "tables": [tables],
     "projecting": [projecting],
     "early": [early],
+    "early, reading": [early, reading],
     "early, asking": [early, asking],
     "early, deep": [early, deep],
     "early, deep, following": [early, deep, following],
-    "early, deep, held, projecting": [early, deep, held, projecting],
-    "early, deep, following, held, projecting": [early, deep, following, held, projecting],
+    ALL_BUT_FOLLOWING: [early, reading, deep, held, tables, projecting],
+    EVERYTHING: [early, reading, deep, following, held, tables, projecting],
 }
 
 
-WHOLE = ("plain", "early, deep, held, projecting", "early, deep, following, held, projecting")
+WHOLE = ("plain", ALL_BUT_FOLLOWING, EVERYTHING)
 LONG = ("kernels us", "timeline")
 
 
 def plain(model: DeepseekV4) -> None:
-    triton_attention.EARLY = False
+    triton_attention.EARLY = triton_rows.EARLY = triton_attention_inputs.EARLY = False
     device_gemm.GROUPS_AHEAD = None
+    paired_experts.BEGIN_STAGES = {"pair_begin": 4, "pair_begin_small": 1}
     device_streams.HELD = projections.AHEAD = False
     for layer in model.layers:
         layer.attn.wo_a.weight = replace(layer.attn.wo_a.weight, following=None)

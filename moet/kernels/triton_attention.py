@@ -380,7 +380,6 @@ def join(
     once. EARLY: the next kernel reads nothing that is younger than a step before it waits."""
     if EARLY:
         gdc_launch_dependents()
-        gdc_wait()
     else:
         begin(OVERLAP)
     WINDOW_TILES: tl.constexpr = (WINDOW + KEYS - 1) // KEYS
@@ -393,6 +392,10 @@ def join(
     if TOP_K > 0:
         visible = tl.minimum(visible, TOP_K)
     last = tl.where(p >= 0, WINDOW_TILES + tl.cdiv(visible, KEYS), 0)
+    sink = tl.load(sink_ptr + h, mask=real, other=0.0) * 1.4426950408889634
+    cos, sin = load_rotation(cos_ptr, sin_ptr, row, DIM, ROPE)
+    if EARLY:
+        gdc_wait()
     top = tl.full([EACH], float("-inf"), tl.float32)
     total = tl.zeros([EACH], tl.float32)
     acc = tl.zeros([EACH, DIM], tl.float32)
@@ -414,9 +417,7 @@ def join(
             old = tl.broadcast_to(old[:, None], [EACH, DIM])
             new = tl.broadcast_to(new[:, None], [EACH, DIM])
             acc = scaled_sum(old, acc, new, parts[i])
-    sink = tl.load(sink_ptr + h, mask=real, other=0.0) * 1.4426950408889634
     value = (acc * final_factor(top, total, sink)[:, None]).to(tl.bfloat16).to(tl.float32)
-    cos, sin = load_rotation(cos_ptr, sin_ptr, row, DIM, ROPE)
     value = rotate_pairs(value, cos, -sin).to(tl.bfloat16).to(tl.float32)
     head = (row * HEADS + h)[:, None]
     if QUANT:
