@@ -198,6 +198,7 @@ class TargetConfig:
     device "auto": a GPU if there is one that kernels were built for. weights "dummy": random ones
     of the size that config.json says, of a seed, some experts as much more popular as `dummy_skew`
     says. enforce_eager: launch every kernel of a step anew instead of replaying captured graphs.
+    share_gpus: let ranks have a GPU together where there are fewer: to try them, not to be fast.
     """
 
     device: DeviceChoice = "auto"
@@ -205,8 +206,14 @@ class TargetConfig:
     dummy_seed: int = 0
     dummy_skew: float = 0.0
     enforce_eager: bool = False
+    share_gpus: bool = False
 
     def __post_init__(self) -> None:
+        _require(
+            not self.share_gpus or self.enforce_eager,
+            "ranks that share a GPU talk through the host, which no graph can do: share_gpus needs "
+            "enforce_eager",
+        )
         _require(
             0 <= self.dummy_skew <= 4,
             f"--dummy-skew is {self.dummy_skew}; it must be from 0 to 4",

@@ -32,7 +32,7 @@ from moet.kernels.comm import (
 from moet.kernels.device_gemm import Device
 from moet.kernels.device_streams import FUSED_ROWS
 from moet.kernels.gemm import tree_sum
-from moet.runtime.parallel.group import NEVER, Group, Links
+from moet.runtime.parallel.group import NEVER, Group, GroupComm, Links
 from moet.runtime.parallel.monitor import GroupError
 
 logger = logging.getLogger(__name__)
@@ -49,11 +49,80 @@ LOADING_WAIT_S = 900.0  # of a rank that is still compiling or reading
 STEP_WAIT_S = 60.0  # at least; the monitor notices a rank that is gone long before
 
 
-class DeviceLinks(Links, Protocol):
+class DeviceGroup(Links, Protocol):
     """NCCL between some ranks, as torch's process groups have it: work joins torch's stream."""
 
     def _allgather_base(self, out: Tensor, x: Tensor) -> Work: ...
     def abort(self) -> None: ...
+
+
+class DeviceLinks(Protocol):
+    """What goes between the GPUs of some ranks in full."""
+
+    def rank(self) -> int: ...
+    def size(self) -> int: ...
+    def all_of(self, x: Tensor) -> list[Tensor]: ...
+    def pass_on(self, x: Tensor, root: int) -> None: ...
+    def abort(self) -> None: ...
+
+
+class HostLinks:
+    """By way of the host, which waits for the GPU and for the others: for ranks that share a GPU,
+    which NCCL refuses. what: whom the links connect."""
+
+    def __init__(self, group: Group, links: Links, what: str) -> None:
+        self._group, self._links, self._what = group, links, what
+
+    def rank(self) -> int:
+        return self._links.rank()
+
+    def size(self) -> int:
+        return self._links.size()
+
+    def all_of(self, x: Tensor) -> list[Tensor]:
+        """Every rank's x, in rank order."""
+        every = self._group.gathered(self._links, x.cpu(), f"gathering among {self._what}")
+        return [each.to(x.device) for each in every]
+
+    def pass_on(self, x: Tensor, root: int) -> None:
+        """Overwrite x with that of a rank."""
+        options = BroadcastOptions()
+        options.rootRank = root
+        there = x.cpu()
+        self._group.wait(self._links.broadcast([there], options), f"passing on among {self._what}")
+        x.copy_(there)
+
+    def abort(self) -> None:
+        """Waits end by what the monitor says."""
+
+
+class NcclLinks:
+    """Through NCCL: work joins torch's stream and can be captured."""
+
+    def __init__(self, nccl: DeviceGroup) -> None:
+        self._nccl = nccl
+
+    def rank(self) -> int:
+        return self._nccl.rank()
+
+    def size(self) -> int:
+        return self._nccl.size()
+
+    def all_of(self, x: Tensor) -> list[Tensor]:
+        """Every rank's x, in rank order."""
+        out = x.new_empty(self.size(), *x.shape)
+        self._nccl._allgather_base(out, x).wait()
+        return list(out.unbind(0))
+
+    def pass_on(self, x: Tensor, root: int) -> None:
+        """Overwrite x with that of a rank."""
+        options = BroadcastOptions()
+        options.rootRank = root
+        self._nccl.broadcast([x], options).wait()
+
+    def abort(self) -> None:
+        """From any thread."""
+        self._nccl.abort()
 
 
 class DeviceComm:
@@ -84,7 +153,7 @@ class DeviceComm:
             return x.to(dtype)
         if self.peers is not None and self.peers.sums(x):
             return self.peers.sum(x, dtype)
-        every = self._every(self.stage, x)
+        every = self.stage.all_of(x)
         if len(every) == 2 and dtype == x.dtype:  # torch adds bf16 in fp32 and rounds once
             return every[0] + every[1]
         return tree_sum([each.float() for each in every]).to(dtype)
@@ -109,33 +178,25 @@ class DeviceComm:
             return x.repeat(1, self.stage.size())
         if self.peers is not None and self.peers.gathers(x):
             return self.peers.gather(x)
-        return torch.cat(list(self._every(self.stage, x)), 1)
+        return torch.cat(self.stage.all_of(x), 1)
 
     def receive(self, like: Tensor) -> Tensor:
         assert self.before is not None
         if like.numel():
-            self.before.broadcast([like], BroadcastOptions()).wait()
+            self.before.pass_on(like, 0)
         return like
 
     def send(self, x: Tensor) -> None:
         assert self.behind is not None
         if x.numel():
-            self.behind.broadcast([x.contiguous()], BroadcastOptions()).wait()
+            self.behind.pass_on(x.contiguous(), 0)
 
     def from_last(self, x: Tensor) -> Tensor:
         if self.column is None or x.numel() == 0:
             return x
-        options = BroadcastOptions()
-        options.rootRank = self.column.size() - 1
         x = x.contiguous()
-        self.column.broadcast([x], options).wait()
+        self.column.pass_on(x, self.column.size() - 1)
         return x
-
-    def _every(self, links: DeviceLinks, x: Tensor) -> Sequence[Tensor]:
-        """Every rank's x, in rank order."""
-        out = x.new_empty(links.size(), *x.shape)
-        links._allgather_base(out, x).wait()
-        return out.unbind(0)
 
     def begin_step(self) -> None:
         """Collectives of a GPU have no names."""
@@ -154,15 +215,23 @@ class DeviceComm:
                 links.abort()
 
 
-def connect(group: Group, device: Device, ways: Sequence[Way] = ("peer", "host")) -> DeviceComm:
+def connect(
+    group: Group,
+    device: Device,
+    ways: Sequence[Way] = ("peer", "host"),
+    *,
+    shared: bool = False,
+) -> DeviceComm:
     """Connect the GPUs of a group and make that its comm; all ranks must call alike.
 
-    Each kind of connection is tried with known values first. Raises GroupError if NCCL brings wrong
-    ones or none.
+    shared: ranks may have one GPU together. Each kind of connection is tried with known values
+    first. Raises GroupError if NCCL brings wrong ones or none.
     """
     leave_nccl_to_the_monitor()
-    made = group.connections(_nccl)
-    stage, column, before, behind = made
+    if shared:
+        stage, column, before, behind = through_host(group)
+    else:
+        stage, column, before, behind = group.connections(_nccl)
     comm = DeviceComm(stage, column, before, behind, None)
     _probe_nccl(group, comm, device.torch_device)
     if stage is not None:
@@ -187,8 +256,23 @@ def _nccl(store: Store, rank: int, size: int) -> DeviceLinks | None:
     nccl: Any = ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = min(NEVER, options._timeout * 100)  # the monitor says when to give up
-    links: DeviceLinks = nccl(store, rank, size, options)
-    return links
+    return NcclLinks(nccl(store, rank, size, options))
+
+
+def through_host(group: Group) -> list[DeviceLinks | None]:
+    """The connections that the group has already, in the order of Group.connections."""
+    host = group.comm
+    assert isinstance(host, GroupComm)
+    named = {
+        "tensor ranks": host.stage,
+        "stages": host.column,
+        "this stage and the one before": host.before,
+        "this stage and the next": host.behind,
+    }
+    return [
+        None if links is None or links.size() == 1 else HostLinks(group, links, what)
+        for what, links in named.items()
+    ]
 
 
 def _probe_nccl(group: Group, comm: DeviceComm, device: torch.device) -> None:

@@ -120,7 +120,10 @@ class _Source:
     @classmethod
     def open(cls, config: EngineConfig, local_rank: int, progress: Progress) -> _Source:
         """Take a GPU, if it is to be one, and find the weights; makes the pack if there is none."""
-        if config.target.device != "cpu" and local_rank < torch.cuda.device_count():
+        num_gpus = torch.cuda.device_count()
+        if config.target.share_gpus and num_gpus:
+            local_rank %= num_gpus
+        if config.target.device != "cpu" and local_rank < num_gpus:
             torch.cuda.set_device(local_rank)
         known = known_config(config)
         config, gpu = settle_device(config, known)
@@ -135,7 +138,7 @@ class _Source:
         if gpu is None:
             assert pack is not None
             return build_core(config, pack, progress, shard=group.shard, kind=kind)
-        connect(group, gpu)
+        connect(group, gpu, shared=config.target.share_gpus)
         config, made = plan_device(config, self.raw_config, gpu, group.shard)
         config = _common(group, config)
         model: Model
@@ -174,6 +177,8 @@ def _common(group: Group, config: EngineConfig) -> EngineConfig:
 
 def _require_gpus(source: _Source, num_ranks: int) -> None:
     """Raise ConfigError if the ranks on this host would have to share GPUs."""
+    if source.config.target.share_gpus:
+        return
     if source.gpu is not None and torch.cuda.device_count() < num_ranks:
         raise ConfigError(
             f"{num_ranks} ranks need as many GPUs; this host has {torch.cuda.device_count()}: use "

@@ -16,7 +16,9 @@ import torch
 
 from moet.config import ParallelConfig
 from moet.errors import ConfigError, MoetError
+from moet.models.sharding import Comm, Shard
 from moet.runtime.parallel import group as group_module
+from moet.runtime.parallel.device import DeviceComm, through_host
 from moet.runtime.parallel.group import INLINE_BYTES, LOOPBACK, Group, Place
 from moet.runtime.parallel.monitor import GroupError
 
@@ -52,9 +54,7 @@ def same(rank: int) -> dict[str, str]:
 
 
 def test_every_kind_of_collective_brings_what_was_sent() -> None:
-    def work(group: Group) -> dict[str, object]:
-        group.begin_step()
-        shard, comm = group.shard, group.comm
+    def bring(shard: Shard, comm: Comm) -> dict[str, object]:
         mine = torch.full((2, 3), float(10 ** (2 * shard.stage + shard.rank)))
         found = {"sum": comm.sum(mine)[0, 0].item(), "gather": comm.gather(mine)[0].tolist()}
         if shard.is_first:
@@ -62,6 +62,13 @@ def test_every_kind_of_collective_brings_what_was_sent() -> None:
         else:
             found["received"] = comm.receive(torch.empty(2, 3, dtype=torch.bfloat16))[0, 0].item()
         found["last"] = comm.from_last(mine.clone())[0, 0].item()
+        return found
+
+    def work(group: Group) -> dict[str, object]:
+        group.begin_step()
+        found = bring(group.shard, group.comm)
+        # As ranks that share a GPU do it.
+        assert bring(group.shard, DeviceComm(*through_host(group), None)) == found
         texts = [b"x" * n for n in (1, INLINE_BYTES, INLINE_BYTES + 1, 3 * INLINE_BYTES)]
         if group.rank == 0:
             for text in texts:
