@@ -23,6 +23,7 @@ from moet.kernels.layout import ExpertRows
 from moet.kernels.moe import ExpertTable, swiglu
 from moet.kernels.moe_layer import RouterWeights, SharedWeights
 from moet.kernels.quant import Activations, as_activations
+from moet.kernels.split_experts import SplitTable
 from moet.kernels.stream_experts import ExpertPool, SharedExpert, Work
 from moet.kernels.stream_gemm import Workspace
 
@@ -69,9 +70,11 @@ def moe(
     limit: float | None,
     weigh_output: bool,
 ) -> Tensor:
+    x = as_activations(x)
+    if isinstance(table, SplitTable):
+        return _split(x, token_ids, positions, router, table, shared, limit, weigh_output)
     device, pool = device_of(router), pool_of(table)
     expert = shared.packed
-    x = as_activations(x)
     if (
         expert is not None
         and x.num_rows <= device.paired_rows
@@ -205,6 +208,71 @@ def _shared(x: Activations, shared: SharedWeights, device: Device, limit: float 
             expert.down.slices(device.launcher), x.num_rows * expert.down.out_features
         ),
     )
+
+
+def _split(
+    x: Activations,
+    token_ids: Tensor,
+    positions: Tensor,
+    router: RouterWeights,
+    table: SplitTable,
+    shared: SharedWeights,
+    limit: float | None,
+    weigh_output: bool,
+) -> Tensor:
+    """With experts of two tables: both make parts of all choices, and each choice has that of its
+    own table."""
+    device = device_of(router)
+    expert_ids, weights = route(x, token_ids, positions, router)
+    table.prepare(expert_ids)
+    if x.num_rows <= device_gemm.STREAM_ROWS:
+        x = Activations(x.values, *stream_experts.coded(device.launcher, x))
+    dense = _shared(x, shared, device, limit)
+    table.join()
+    inner, outer = (None, weights) if weigh_output else (weights, None)
+    cold, hot = (
+        _parts(x, expert_ids, pool_of(of), slot_of, inner, limit, device)
+        for of, slot_of in zip(table.parts(), table.places(), strict=True)
+    )
+    return stream_experts.combine(
+        device.launcher,
+        torch.where(table.is_hot(expert_ids).view(-1, 1), hot, cold),
+        top_k=router.top_k,
+        weights=outer,
+        shared=dense,
+        dtype=torch.bfloat16,
+    )
+
+
+def _parts(
+    x: Activations,
+    expert_ids: Tensor,
+    pool: ExpertPool,
+    slot_of: Tensor,
+    pair_weight: Tensor | None,
+    limit: float | None,
+    device: Device,
+) -> Tensor:
+    """[T * top_k, D] bf16: what each choice's expert gives. x: few rows with codes, or values."""
+    launcher, error, top_k = device.launcher, device.error, expert_ids.shape[1]
+    if x.codes is not None and x.scale is not None and x.num_rows <= device_gemm.STREAM_ROWS:
+        work = stream_experts.plan(launcher, expert_ids, slot_of, error=error)
+        hidden = pool.gate_up(
+            *(launcher, x.codes, x.scale, work),
+            top_k=top_k,
+            pair_weight=pair_weight,
+            limit=limit,
+            error=error,
+        )
+        return pool.down(launcher, hidden, work, error=error)
+    rows = prefill_gemm.entry_rows(launcher, stream_experts.codec_of(pool.format))
+    work = prefill_gemm.plan_chunk(launcher, expert_ids, slot_of, rows)
+    tiles = prefill_gemm.make_tiles(launcher, x.plain(), work=work, top_k=top_k)
+    hidden = prefill_gemm.gate_up(
+        launcher, pool, tiles, work, pair_weight=pair_weight, limit=limit, error=error
+    )
+    tiles = prefill_gemm.make_tiles(launcher, hidden, work=work)
+    return prefill_gemm.down(launcher, pool, tiles, work, error=error)
 
 
 def _few(

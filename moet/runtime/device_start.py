@@ -77,17 +77,19 @@ def _obstacle(config: EngineConfig, raw_config: Mapping[str, Any] | None) -> str
             f"--kv-cache-dtype {config.cache.kv_dtype} is the CPU reference's; a GPU keeps "
             f"{' or '.join(formats)} of this model"
         )
-    experts = config.experts
-    if "w2+hot" in {experts.policy, *experts.offered}:
-        return "the policy w2+hot is the CPU reference's so far"
     return None
 
 
 def plan_device(
-    config: EngineConfig, raw_config: Mapping[str, Any], gpu: Device, shard: Shard = WHOLE
+    config: EngineConfig,
+    raw_config: Mapping[str, Any],
+    gpu: Device,
+    shard: Shard = WHOLE,
+    *,
+    num_hot_rows: int = 0,
 ) -> tuple[EngineConfig, Plan]:
     """Place what a shard has in the memory that is free now; what the config leaves open is filled
-    in.
+    in. num_hot_rows: FP4 rows that stay on the GPU beside all others.
 
     Raises ConfigError, before anything is loaded, with what is needed, available and worth
     changing.
@@ -116,7 +118,8 @@ def plan_device(
         snapshot_bytes=0 if cache.prefix_cache == "off" else cache.snapshot_budget_bytes,
     )
     card = replace(this_gpu(gpu.torch_device), num_devices=shard.size)
-    card = replace(card, memory_bytes=card.memory_bytes - _expert_bytes(config, model))
+    beside_bytes = _expert_bytes(config, model) + num_hot_rows * model.row_bytes["fp4"]
+    card = replace(card, memory_bytes=card.memory_bytes - beside_bytes)
     made = plan(model, card, chosen)
     if not made.resident and made.experts.num_disk and not config.experts.disk:
         need = made.experts.num_rows * made.experts.row_bytes / GIB

@@ -39,6 +39,7 @@ from moet.runtime.device_start import (
     plan_device,
     settle_device,
 )
+from moet.runtime.experts.hot import read_hot
 from moet.runtime.experts.serving import Served, ServedExperts, resident_store
 from moet.runtime.experts.store import ResidentExpertStore
 from moet.runtime.experts.usage import CountedExperts
@@ -93,7 +94,7 @@ def _dummy_core(
         model, experts = load_dummy(config, raw_config, gpu, progress)
         return core_on(config, gpu, model, experts, identity, progress)
     model, served = load_dummy_tiers(config, raw_config, gpu, progress, made)
-    experts = served.precisions.drafting
+    experts = served.precisions.decoding
     return core_on(config, gpu, model, experts, identity, progress, served)
 
 
@@ -119,9 +120,11 @@ def dummy_identity(config: EngineConfig, raw_config: Mapping[str, Any]) -> str:
 def _device_core(config: EngineConfig, gpu: Device, progress: Progress) -> EngineCore:
     """A core over a pack, on a GPU."""
     pack = open_pack(config.model, progress)
-    config, made = plan_device(config, pack.config, gpu)
+    asks_hot = "w2+hot" in {config.experts.policy, *config.experts.offered}
+    num_hot = len(read_hot(pack)) if asks_hot else 0
+    config, made = plan_device(config, pack.config, gpu, num_hot_rows=num_hot)
     model, served = load_pack(config, pack, gpu, progress, made)
-    experts, identity = served.precisions.drafting, kv_identity(pack, config)
+    experts, identity = served.precisions.decoding, kv_identity(pack, config) + served.identity
     return core_on(config, gpu, model, experts, identity, progress, served)
 
 

@@ -4,6 +4,7 @@ or a disk, cold or warm, in any company, with drafts or without. And a fault nam
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from moet.runtime.experts.disk import RowFile
 from moet.runtime.experts.feeder import RowFeeder
 from moet.runtime.experts.gpu import CachedExperts, HostSide
 from moet.runtime.experts.host import RETRY_AFTER_S, Arena, mapped_numbers
+from moet.runtime.experts.hot import write_hot
 from moet.runtime.experts.layer_stream import ByLength, LayerStream, stream_from
 from moet.runtime.experts.open_gpu import least_places
 from moet.runtime.experts.store import DeviceExperts
@@ -203,8 +205,13 @@ def test_a_row_that_cannot_be_read_ends_its_step_by_name(
     host.close()
 
 
-def policy_answers(pack: Pack, experts: ExpertConfig) -> tuple[list[list[int]], Any]:
-    """Tokens of requests of every policy, from a core that is loaded as an engine's is."""
+POLICIES = (None, "fp4", "gate", "w2+hot")
+
+
+def policy_answers(
+    pack: Pack, experts: ExpertConfig, policies: Sequence[str | None] = POLICIES
+) -> tuple[list[list[int]], Any]:
+    """Tokens of a request of each policy, from a core that is loaded as an engine's is."""
     config = EngineConfig(
         model=str(pack.folder),
         target=TargetConfig(device="cuda"),
@@ -214,8 +221,10 @@ def policy_answers(pack: Pack, experts: ExpertConfig) -> tuple[list[list[int]], 
     )
     core = load_core(config, lambda stage, share: None)
     asked = [
-        request(name, [(13 * i + 5) % 250 + 2 for i in range(60)], max_tokens=12, precision=policy)
-        for name, policy in (("a", None), ("b", "fp4"), ("c", "gate"))
+        request(
+            f"r{n}", [(13 * i + 5) % 250 + 2 for i in range(60)], max_tokens=12, precision=policy
+        )
+        for n, policy in enumerate(policies)
     ]
     for one in asked:
         core.submit(one)
@@ -232,13 +241,16 @@ def test_a_pack_is_served_alike_from_every_tier(gpu: Device, tmp_path: Path) -> 
     pack = convert(source, tmp_path / "pack", ConvertOptions(num_workers=2))
     w2, fp4 = (pack.format(tier).row_bytes for tier in ("w2", "fp4"))
     num_rows, num_experts = pack.experts.num_rows, pack.experts.num_experts
-    tau = 0.02
+    tau, offered = 0.02, ("fp4", "gate", "w2+hot")
+    write_hot(pack, range(0, num_rows, 3))
     expected, _ = policy_answers(
         pack,
-        ExpertConfig(offered=("fp4", "gate"), tau=tau, fp4_pool_bytes=num_rows * fp4),
+        ExpertConfig(offered=offered, tau=tau, fp4_pool_bytes=num_rows * fp4),
     )
+    by_default, _ = policy_answers(pack, ExpertConfig(policy="w2+hot"), [None])
+    assert by_default == expected[-1:]
     tiers = ExpertConfig(
-        offered=("fp4", "gate"),
+        offered=offered,
         tau=tau,
         pool_bytes=(num_experts + 2) * w2,
         static_bytes=2 * w2,

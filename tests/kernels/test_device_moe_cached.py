@@ -13,6 +13,8 @@ from moet.kernels import device_gemm
 from moet.kernels.device_gemm import Device
 from moet.kernels.expert_cache import CacheTables
 from moet.kernels.expert_cache_device import CachedTable, DeviceCache, FetchList, HostRows
+from moet.kernels.moe import ExpertTable
+from moet.kernels.split_experts import SplitTable
 from tests.kernels import emulation
 from tests.kernels.emulation import Emulator
 from tests.kernels.test_device_gemm import rows
@@ -75,3 +77,21 @@ def test_fetched_experts_make_the_bits_of_resident_ones(device: Device, quick: b
     layer.table = many
     assert torch.equal(layer.on(device, x, ids, positions), expected)
     assert int(device.error) == 0
+
+
+def test_experts_of_two_tables_make_the_bits_of_one(device: Device) -> None:
+    layer = Layer(device, hashed=True)
+    x, positions = rows(STREAM_ROWS + 2, DIM), torch.arange(STREAM_ROWS + 2)
+    ids = positions * 5 % VOCAB
+    expected = layer.on(device, x, ids, positions)
+    hot_ids, whole = torch.tensor([0, 3, 4]), layer.table
+    slot_of = torch.full((EXPERTS,), -1)
+    slot_of[hot_ids] = torch.arange(3)
+    hot = ExpertTable(whole.format, whole.rows[whole.slot_of[hot_ids]], slot_of, whole.bases)
+    base, host = cached(layer, device, num_slots=EXPERTS - 3)
+    host[hot_ids] = 0
+    layer.table = SplitTable.over(base, hot)
+    assert torch.equal(layer.on(device, x[:3], ids[:3], positions[:3]), expected[:3])
+    assert torch.equal(layer.on(device, x, ids, positions), expected)
+    assert int(device.error) == 0
+    assert int(base.slot_of[hot_ids].max()) == -1, "what is hot was fetched"

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from moet.errors import ConfigError
 from moet.kernels.moe import ExpertTable
-from moet.models.base import ExpertProvider
+from moet.kernels.split_experts import SplitTable
+from moet.models.base import ExpertProvider, ResidentProvider
 from moet.models.pack import Pack
 
 HOT_NAME = "hot.json"
@@ -43,21 +43,6 @@ def write_hot(pack: Pack, rows: Sequence[int]) -> None:
     (pack.folder / HOT_NAME).write_text(content, encoding="utf-8")
 
 
-@dataclass(frozen=True, slots=True)
-class HotTable(ExpertTable):
-    """A layer's table in which some experts are those of another one. Of the reference ops."""
-
-    base: ExpertTable | None = None
-    hot: ExpertTable | None = None
-
-    def matrices(self, expert_id: int) -> tuple[Tensor, Tensor, Tensor]:
-        """As ExpertTable.matrices."""
-        assert self.base is not None
-        assert self.hot is not None
-        chosen = self.hot if self.hot.slot_of[expert_id] >= 0 else self.base
-        return chosen.matrices(expert_id)
-
-
 class HotExperts:
     """An ExpertProvider over another one, with the hot rows in memory in FP4."""
 
@@ -81,4 +66,26 @@ class HotExperts:
         hot = self._tables[layer_idx]
         cold = torch.where(hot.slot_of[expert_ids.clamp(min=0)] >= 0, -1, expert_ids)
         base = self.base.resolve(layer_idx, cold)
-        return HotTable(base.format, base.rows, base.slot_of, base=base, hot=hot)
+        return SplitTable.over(base, hot)
+
+
+class HotOnDevice:
+    """A ResidentProvider over another one, with the hot rows on the GPU in FP4.
+
+    hot: of layers that have hot rows, their tables with bases for all experts.
+    """
+
+    def __init__(self, base: ResidentProvider, hot: Mapping[int, ExpertTable]) -> None:
+        self.base, self._hot = base, dict(hot)
+
+    def resident(self, layer_idx: int, num_rows: int = 1) -> ExpertTable:
+        """As the base's, the hot experts before its own."""
+        base, hot = self.base.resident(layer_idx, num_rows), self._hot.get(layer_idx)
+        return base if hot is None else SplitTable.over(base, hot)
+
+    def resolve(self, layer_idx: int, expert_ids: Tensor) -> ExpertTable:
+        """The same, its rows prepared."""
+        table = self.resident(layer_idx, len(expert_ids))
+        table.prepare(expert_ids.contiguous())
+        table.join()
+        return table

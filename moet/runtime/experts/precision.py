@@ -74,6 +74,11 @@ class PrecisionSet:
         """What drafts are made with. They are proposals, so the cheapest will do."""
         return next(iter(self.providers.values()))
 
+    @property
+    def decoding(self) -> ExpertProvider:
+        """What computes generated rows of the default policy, at first."""
+        return self.providers[self.of_rows(self.default)]
+
     def policy(self, asked: str | None) -> str:
         """The policy of a request."""
         return asked or self.default

@@ -14,6 +14,7 @@ from moet.models.expert_encoder import Tier
 from moet.runtime.experts.build import Progress
 from moet.runtime.experts.device_traces import RecordedOnDevice
 from moet.runtime.experts.gpu import CachedExperts
+from moet.runtime.experts.hot import HotOnDevice
 from moet.runtime.experts.layer_stream import ByLength, LayerStream, stream_from
 from moet.runtime.experts.precision import PrecisionSet
 from moet.runtime.experts.serving import default_policy, formats_of
@@ -102,6 +103,9 @@ class DeviceServed:
         try:
             for tier in formats_of(config):
                 providers[tier] = self._open(config, tier, plan, progress)
+            if "w2+hot" in {default_policy(config), *config.experts.offered}:
+                tables, self.identity = source.hot()
+                providers["w2+hot"] = HotOnDevice(providers["w2"], tables)
             if config.experts.trace_file is not None:
                 self._recorded = providers[self._first] = RecordedOnDevice(
                     providers[self._first],

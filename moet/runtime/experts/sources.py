@@ -5,7 +5,8 @@ Both open a format's rows wholly on the GPU or in tiers; what is served of them 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -16,6 +17,7 @@ from moet.config import ExpertConfig
 from moet.errors import ConfigError
 from moet.kernels.device_gemm import Device
 from moet.kernels.layout import ExpertRows
+from moet.kernels.moe import ExpertTable
 from moet.models.base import ResidentProvider
 from moet.models.dummy import dummy_rows
 from moet.models.expert_encoder import Tier, row_formats
@@ -26,8 +28,9 @@ from moet.runtime.experts.build import Progress
 from moet.runtime.experts.gpu import CachedExperts, HostSide
 from moet.runtime.experts.heat import read_heat, write_heat
 from moet.runtime.experts.host import Arena
+from moet.runtime.experts.hot import read_hot
 from moet.runtime.experts.load import pack_experts
-from moet.runtime.experts.open_gpu import open_cached
+from moet.runtime.experts.open_gpu import open_cached, row_bases
 from moet.runtime.experts.serving import heat_path
 from moet.runtime.experts.sizes import TierSizes
 from moet.runtime.experts.store import DeviceExperts
@@ -57,6 +60,11 @@ class RowSource(Protocol):
 
     def keep(self, tier: Tier, cache: CachedExperts, experts: ExpertConfig) -> None:
         """Remember what was worth having, for the next start."""
+        ...
+
+    def hot(self) -> tuple[Mapping[int, ExpertTable], str]:
+        """What HotOnDevice takes, and everything that makes it what it is. Raises ConfigError if
+        nothing says which rows are hot."""
         ...
 
 
@@ -108,6 +116,25 @@ class PackRows:
         rows = [known.row(layer, e) for layer in cache.layers for e in range(cache.num_experts)]
         path: Path = heat_path(experts, self.pack, tier)
         write_heat(path, [rows[row] for row in cache.heat()], known.num_rows)
+
+    def hot(self) -> tuple[Mapping[int, ExpertTable], str]:
+        """As RowSource.hot."""
+        pack, known, device = self.pack, self.pack.experts, self.gpu.torch_device
+        rows = read_hot(pack)
+        form, tables = pack.format("fp4"), {}
+        for layer_idx in self.layers:
+            first = known.row(layer_idx, 0)
+            ids = [row - first for row in rows if first <= row < first + self.num_experts]
+            if not ids:
+                continue
+            content = torch.stack([pack.expert_row("fp4", layer_idx, e) for e in ids])
+            slot_of = torch.full((self.num_experts,), -1)
+            slot_of[torch.tensor(ids)] = torch.arange(len(ids))
+            bases = row_bases(pack, "fp4", [layer_idx])
+            tables[layer_idx] = ExpertTable(
+                form, content.to(device), slot_of.to(device), bases.to(device)
+            )
+        return tables, json.dumps({"hot": rows})
 
 
 class DummyRows:
@@ -187,3 +214,7 @@ class DummyRows:
             rows, _ = dummy_rows(self.form(tier), self.num_experts, seed=seed, device=device)
             self._made = tier, layer_idx, rows
         return self._made[2]
+
+    def hot(self) -> tuple[Mapping[int, ExpertTable], str]:
+        """As RowSource.hot. Raises ConfigError."""
+        raise ConfigError("--precision w2+hot needs a pack, which lists its hot rows")

@@ -21,6 +21,7 @@ from moet.models.synthetic import write_checkpoint
 from moet.runtime.experts import serving_gpu
 from moet.runtime.experts.device_traces import Ring
 from moet.runtime.experts.disk import RowFile
+from moet.runtime.experts.hot import write_hot
 from moet.runtime.experts.layer_stream import stream_from
 from moet.runtime.experts.numa import listed, near
 from moet.runtime.experts.serving_gpu import DeviceServed, device_sizes
@@ -102,7 +103,9 @@ def test_rows_on_disk_are_served_and_heat_is_kept(
         host_bytes=34 * row_bytes,
         heat_file=str(tmp_path / "heat"),
         trace_file=str(tmp_path / "trace"),
+        offered=("w2+hot",),
     )
+    write_hot(pack, [pack.experts.row(layers[0], 3), pack.experts.row(layers[2], 14)])
     config = EngineConfig(
         model=str(pack.folder), experts=experts, scheduler=SchedulerConfig(max_num_seqs=1)
     )
@@ -130,6 +133,12 @@ def test_rows_on_disk_are_served_and_heat_is_kept(
     assert "--expert-pool" in caplog.text
     with pytest.raises(RequestError, match="start with another --expert-pool"):
         served.tune(pool_bytes=1)
+    hot = served.precisions.providers["w2+hot"].resolve(layers[2], ids)
+    for expert_id, tier_of in ((14, "fp4"), (3, "w2")):
+        row = pack.expert_row(tier_of, layers[2], expert_id)  # type: ignore[arg-type]
+        expected = pack.format(tier_of).unpack(row)  # type: ignore[arg-type]
+        assert all(map(torch.equal, hot.matrices(expert_id), expected))
+    assert "hot" in served.identity
     served.tune(tau=0.25)
     assert served.stats().tau == 0.25
     served.close()
@@ -138,8 +147,8 @@ def test_rows_on_disk_are_served_and_heat_is_kept(
     assert trace.calls == [(place, [15, 3, 9, 14]) for place in (2, 0, 2)]
     again = serve()
     slot_of = again.caches["w2"].tables.slot_of
-    hot = [place * NUM_EXPERTS + expert for place in (0, 2) for expert in (15, 3, 9, 14)]
-    assert all(int(slot_of[row]) >= 0 for row in hot)
+    warm = [place * NUM_EXPERTS + expert for place in (0, 2) for expert in (15, 3, 9, 14)]
+    assert all(int(slot_of[row]) >= 0 for row in warm)
     again.close()
 
 
