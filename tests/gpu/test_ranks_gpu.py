@@ -52,7 +52,7 @@ def engine(
             device="cuda",
             weights="dummy",
             dummy_skew=0.5,
-            enforce_eager=SHARED,
+            enforce_eager=SHARED and pipeline > 1,
             share_gpus=SHARED,
         ),
         scheduler=SchedulerConfig(max_num_seqs=seqs, max_model_len=2048, num_spec_tokens=drafts),

@@ -81,11 +81,13 @@ class HostLinks:
 
     def all_of(self, x: Tensor) -> list[Tensor]:
         """Every rank's x, in rank order."""
+        _require_no_capture(x, self._what)
         every = self._group.gathered(self._links, x.cpu(), f"gathering among {self._what}")
         return [each.to(x.device) for each in every]
 
     def pass_on(self, x: Tensor, root: int) -> None:
         """Overwrite x with that of a rank."""
+        _require_no_capture(x, self._what)
         options = BroadcastOptions()
         options.rootRank = root
         there = x.cpu()
@@ -94,6 +96,15 @@ class HostLinks:
 
     def abort(self) -> None:
         """Waits end by what the monitor says."""
+
+
+def _require_no_capture(x: Tensor, what: str) -> None:
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ConfigError(
+            f"ranks that share a GPU pass {x.numel() * x.element_size()} bytes on among {what} "
+            f"through the host, which no graph can do; up to {PEER_BYTES} bytes between tensor "
+            "ranks need none: use --enforce-eager or a smaller --max-num-seqs"
+        )
 
 
 class NcclLinks:
