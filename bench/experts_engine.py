@@ -78,6 +78,7 @@ def main() -> None:
     parser.add_argument("--skew", type=float, default=2.5)
     parser.add_argument("--drafts", type=int, default=0)
     parser.add_argument("--layers", type=int, default=None, help="the first ones alone, to try it")
+    parser.add_argument("--seconds", type=float, default=100.0, help="after which no phase begins")
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--out", type=Path, default=Path("experts_engine.json"))
     args = parser.parse_args()
@@ -115,6 +116,9 @@ def main() -> None:
         ("prompt of 32k", 1, LONG, 8),
         ("after it, 1 stream", 1, PROMPT + 3, ANSWER // 2),
     ):
+        if perf_counter() - began > args.seconds:
+            found[name] = f"left out: {args.seconds:g} s are over"
+            continue
         found[name] = phase(core, streams, length, answer)
         print(name, found[name], flush=True)
         args.out.write_text(json.dumps(found, indent=1))
