@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import shutil
+import tempfile
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -86,6 +88,7 @@ def main() -> None:
     folder = dummy.preset_folder("deepseek-v4-flash")
     if args.layers is not None:
         raw = dummy.preset_config("deepseek-v4-flash", "full", args.layers)
+        folder = Path(shutil.copytree(folder, Path(tempfile.mkdtemp()) / folder.name))
         (folder / "config.json").write_text(json.dumps(raw))
     config = EngineConfig(
         model=str(folder),
