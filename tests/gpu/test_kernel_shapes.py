@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ from moet.kernels.cubin import Kernels
 from moet.kernels.layout import ExpertRows, Mxfp4Rows, W2Rows
 from moet.kernels.nvfp4_rows import Nvfp4Rows
 from moet.kernels.stream_experts import ExpertPool, SharedExpert, combine, quantise
-from moet.kernels.stream_gemm import StreamLinear, Workspace
+from moet.kernels.stream_gemm import StreamLinear, Workspace, num_stages, rows_at_once
 
 EXPERTS = 4  # the third gets no row
 SIZES = (0, 1, 3, 8, 9, 64, 96, 192)
@@ -216,10 +218,14 @@ def check_products(
             again = prefill_gemm.linear(kernels, linear, tiles, t, error=error)
             assert torch.equal(again, y)
         operand, scale = quantise(kernels, x) if fp8 else (x, None)
-        streamed = linear(kernels, operand, scale, error=error, workspace=space)
-        assert torch.equal(streamed, y)
-        floats = linear(kernels, operand, scale, error=error, workspace=space, output="f32")
-        assert torch.equal(floats, wide)
+        stages = num_stages(linear.codec, linear.chunks, 1, linear.slices(kernels))
+        for rows in {8, rows_at_once(kernels, linear.codec, "bf16", t, stages)}:
+            streamed = linear(kernels, operand, scale, error=error, workspace=space, rows=rows)
+            assert torch.equal(streamed, y), rows
+        for rows in {8, rows_at_once(kernels, linear.codec, "f32", t, stages)}:
+            options: dict[str, Any] = {"workspace": space, "output": "f32", "rows": rows}
+            floats = linear(kernels, operand, scale, error=error, **options)
+            assert torch.equal(floats, wide), rows
     assert int(error) == 0
 
 
