@@ -82,6 +82,12 @@ def held(model: DeepseekV4) -> None:
     device_streams.HELD = True
 
 
+def mixing(model: DeepseekV4) -> None:
+    """Streams take the experts' outputs unsummed."""
+    for layer in model.layers:
+        layer.ffn.unsummed = True
+
+
 def tables(model: DeepseekV4) -> None:
     """Whoever chooses experts asks for its tables at once."""
     paired_experts.BEGIN_STAGES = {"pair_begin_asking": 4, "pair_begin_small": 1}
@@ -92,11 +98,12 @@ def projecting(model: DeepseekV4) -> None:
     projections.AHEAD = True
 
 
-ALL_BUT_FOLLOWING = "early, reading, deep, held, tables, projecting"
-EVERYTHING = "early, reading, deep, following, held, tables, projecting"
+ALL_BUT_FOLLOWING = "early, reading, deep, held, mixing, tables, projecting"
+EVERYTHING = "early, reading, deep, following, held, mixing, tables, projecting"
 VARIANTS: dict[str, list[Change]] = {
     "plain": [],
     "held": [held],
+    "held, mixing": [held, mixing],
     "tables": [tables],
     "projecting": [projecting],
     "early": [early],
@@ -104,8 +111,8 @@ VARIANTS: dict[str, list[Change]] = {
     "early, asking": [early, asking],
     "early, deep": [early, deep],
     "early, deep, following": [early, deep, following],
-    ALL_BUT_FOLLOWING: [early, reading, deep, held, tables, projecting],
-    EVERYTHING: [early, reading, deep, following, held, tables, projecting],
+    ALL_BUT_FOLLOWING: [early, reading, deep, held, mixing, tables, projecting],
+    EVERYTHING: [early, reading, deep, following, held, mixing, tables, projecting],
 }
 
 
@@ -120,6 +127,7 @@ def plain(model: DeepseekV4) -> None:
     device_streams.HELD = projections.AHEAD = False
     for layer in model.layers:
         layer.attn.wo_a.weight = replace(layer.attn.wo_a.weight, following=None)
+        layer.ffn.unsummed = False
 
 
 def bits(model: DeepseekV4, experts: Any) -> list[torch.Tensor]:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from moet.errors import KernelError
+from moet.kernels.mixture import Mixture
 from moet.kernels.stream_gemm import Launcher, pointer
 
 THREADS = 256
@@ -171,8 +172,10 @@ class RankPart:
         assert self.links.sums(self.part)
 
 
-def added(x: Tensor | RankPart) -> Tensor:
+def added(x: Tensor | RankPart | Mixture) -> Tensor:
     """The sum, for those who cannot make it."""
+    if isinstance(x, Mixture):
+        return x.add()
     return x if isinstance(x, Tensor) else x.add(x.part)
 
 

@@ -19,7 +19,9 @@ from moet.kernels import (
     stream_experts,
 )
 from moet.kernels.device_gemm import Device, PackedMatrix
+from moet.kernels.device_streams import FUSED_ROWS
 from moet.kernels.layout import ExpertRows
+from moet.kernels.mixture import MAX_CHOICES, Mixture
 from moet.kernels.moe import ExpertTable, swiglu
 from moet.kernels.moe_layer import RouterWeights, SharedWeights
 from moet.kernels.quant import Activations, as_activations
@@ -69,7 +71,8 @@ def moe(
     *,
     limit: float | None,
     weigh_output: bool,
-) -> Tensor:
+    on_read: bool = False,
+) -> Tensor | Mixture:
     x = as_activations(x)
     if isinstance(table, SplitTable):
         return _split(x, token_ids, positions, router, table, shared, limit, weigh_output)
@@ -80,7 +83,9 @@ def moe(
         and x.num_rows <= device.paired_rows
         and paired_experts.fits(device.launcher, pool, expert)
     ):
-        return _few(x, token_ids, positions, router, table, pool, expert, limit, weigh_output)
+        few = _few(x, token_ids, positions, router, table, pool, expert, limit, weigh_output)
+        readable = x.num_rows <= FUSED_ROWS and router.top_k <= MAX_CHOICES
+        return few if on_read and readable else few.add()
     few_enough = x.num_rows <= device_gemm.STREAM_ROWS
     if few_enough:
         x = Activations(x.values, *stream_experts.coded(device.launcher, x))
@@ -285,7 +290,7 @@ def _few(
     shared: SharedExpert,
     limit: float | None,
     weigh_output: bool,
-) -> Tensor:
+) -> Mixture:
     """For few rows: in four launches, the shared expert beside the choice and the routed ones."""
     device = device_of(router)
     assert isinstance(router.weight, PackedMatrix)
@@ -318,7 +323,7 @@ def _few(
         (choice.chosen, choice.num_chosen),
         (choice.work.entries, choice.work.num_entries),
     )
-    return paired_experts.mix_in_pairs(
+    return paired_experts.mix_on_read(
         device.launcher,
         codes,
         scale,

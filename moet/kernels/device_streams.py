@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moet.kernels.comm import PeerArgs, RankPart
 from moet.kernels.device_gemm import Device
+from moet.kernels.mixture import MAX_CHOICES, Mixture
 from moet.kernels.quant import Activations
 from moet.kernels.stream_gemm import pointer
 
@@ -39,6 +40,8 @@ class StreamsArgs(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("norm_eps", "hc_eps")),
         *((name, ctypes.c_int) for name in ("rows", "rows_each", "dim", "outs", "iters")),
         ("peers", PeerArgs),
+        *((name, ctypes.c_void_p) for name in ("parts", "part_weights", "shared", "expert_ids")),
+        ("top_k", ctypes.c_int),
     ]
 
 
@@ -71,9 +74,9 @@ class Site:
 class Pending:
     """What is not in the streams yet: y [n, dim] of a sublayer, its post [n, 4], mix [n, 4, 4].
 
-    y may be a rank's part of at most FUSED_ROWS rows."""
+    y may be a rank's part, or a mixture's parts, of at most FUSED_ROWS rows."""
 
-    y: Tensor | RankPart
+    y: Tensor | RankPart | Mixture
     post: Tensor
     mix: Tensor
 
@@ -126,10 +129,23 @@ def collapse(
         if isinstance(given, RankPart):
             assert num_rows <= FUSED_ROWS
             args.peers, given = given.links.arguments(), given.part
-        y, old_post, old_mix = (t.contiguous() for t in (given, pending.post, pending.mix))
-        args.y, args.post, args.mix = y.data_ptr(), old_post.data_ptr(), old_mix.data_ptr()
+        if isinstance(given, Mixture):
+            assert num_rows <= FUSED_ROWS
+            _fill(args, given)
+        else:
+            y = given.contiguous()
+            args.y = y.data_ptr()
+        old_post, old_mix = pending.post.contiguous(), pending.mix.contiguous()
+        args.post, args.mix = old_post.data_ptr(), old_mix.data_ptr()
     _launch(site.fn.device, args)
     return mixed, made, post, mix
+
+
+def _fill(args: StreamsArgs, mixture: Mixture) -> None:
+    assert mixture.top_k <= MAX_CHOICES
+    args.parts, args.shared = mixture.parts.data_ptr(), mixture.shared.data_ptr()
+    args.part_weights, args.top_k = pointer(mixture.weights), mixture.top_k
+    args.expert_ids = mixture.expert_ids.data_ptr()
 
 
 def _launch(device: Device, args: StreamsArgs) -> None:
@@ -142,6 +158,7 @@ def _launch(device: Device, args: StreamsArgs) -> None:
         args.rows_each = 1 if fused else -(-args.rows // STEP_GROUPS)
         grid = (blocks * -(-args.outs // 8), -(-args.rows // args.rows_each))
         name = "streams_step_held" if HELD and fused else "streams_step"
+        name = "streams_step_mixed" if args.parts else name
         name = "streams_step_summed" if args.peers.ranks else name
         launcher.launch(name, grid=grid, threads=STEP_THREADS, shared_bytes=STEP_SHARED, args=args)
     else:

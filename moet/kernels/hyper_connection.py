@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moet.kernels.comm import RankPart, added
 from moet.kernels.gemm import matmul
+from moet.kernels.mixture import Mixture
 from moet.kernels.norm import rms_norm
 from moet.kernels.quant import Activations
 from moet.kernels.registry import GPU_ARCHS, op
@@ -150,7 +151,7 @@ def hc_enter(
 
 @op(tolerance=2**-7)
 def hc_pass(
-    y: Tensor | RankPart,
+    y: Tensor | RankPart | Mixture,
     streams: Tensor,
     post: Tensor,
     mix: Tensor,
@@ -231,7 +232,7 @@ def _hc_enter_placed(
 
 @hc_pass.impl("cuda", supports=_placed_fit)
 def _hc_pass_placed(
-    y: Tensor | RankPart,
+    y: Tensor | RankPart | Mixture,
     streams: Tensor,
     post: Tensor,
     mix: Tensor,
@@ -301,7 +302,7 @@ def _hc_enter(
 
 @hc_pass.impl("triton", supports=_streams_fit)
 def _hc_pass(
-    y: Tensor | RankPart,
+    y: Tensor | RankPart | Mixture,
     streams: Tensor,
     post: Tensor,
     mix: Tensor,

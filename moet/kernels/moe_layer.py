@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moet.kernels.gemm import Matrix, linear_fp32, linear_share, linear_share_fp8
+from moet.kernels.mixture import Mixture
 from moet.kernels.moe import (
     ExpertTable,
     expert_mixture,
@@ -87,12 +88,13 @@ def moe(
     round_activations: bool,
     weigh_output: bool,
     num_slices: int,
-) -> Tensor:
+    on_read: bool = False,
+) -> Tensor | Mixture:
     """Routed experts plus the shared one. table: every expert of the layer is resident.
 
     x, token_ids, positions: as in `route`. num_slices: of the down projections' inputs, as in
     expert_mixture and linear_share. Returns [T, D] in the dtype of x; rows at position -1
-    mean nothing.
+    mean nothing. on_read: whoever reads it can sum a mixture, if few rows have one.
     """
     values = plain_values(x)
     expert_ids, weights = route(values, token_ids, positions, router)
@@ -134,10 +136,19 @@ def _moe(
     round_activations: bool,
     weigh_output: bool,
     num_slices: int,  # kernels sum all slices of a row in an order of their own
-) -> Tensor:
+    on_read: bool = False,
+) -> Tensor | Mixture:
     from moet.kernels import device_moe
 
     assert round_activations, "a GPU's kernels round activations"
     return device_moe.moe(
-        x, token_ids, positions, router, table, shared, limit=limit, weigh_output=weigh_output
+        x,
+        token_ids,
+        positions,
+        router,
+        table,
+        shared,
+        limit=limit,
+        weigh_output=weigh_output,
+        on_read=on_read,
     )

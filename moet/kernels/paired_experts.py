@@ -23,6 +23,7 @@ from moet.kernels.decode_experts import (
     choose_arguments,
     choose_shared_bytes,
 )
+from moet.kernels.mixture import Mixture
 from moet.kernels.stream_experts import ExpertPool, SharedExpert, codec_of, combine
 from moet.kernels.stream_gemm import (
     CHUNK_BYTES,
@@ -129,11 +130,42 @@ def mix_in_pairs(
     dtype: torch.dtype = torch.bfloat16,
     shared_ctas: int | None = None,
 ) -> Tensor:
+    """`mix_on_read`, summed. Returns [T, D] in dtype."""
+    mixture = mix_on_read(
+        launcher,
+        codes,
+        scale,
+        begun,
+        pool,
+        shared,
+        limit=limit,
+        error=error,
+        weigh_output=weigh_output,
+        dtype=dtype,
+        shared_ctas=shared_ctas,
+    )
+    return mixture.add()
+
+
+def mix_on_read(
+    launcher: Launcher,
+    codes: Tensor,
+    scale: Tensor,
+    begun: Begun,
+    pool: ExpertPool,
+    shared: SharedExpert,
+    *,
+    limit: float | None,
+    error: Tensor,
+    weigh_output: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    shared_ctas: int | None = None,
+) -> Mixture:
     """Sum over a token's experts, then its shared expert; the bits of `ExpertPool.mixture`.
 
     codes: [T, D] e4m3 in MMA order, T <= 8, with scale [T, ceil(D/128)] fp32. begun: of `begin`,
     for one pool. shared_ctas: how many CTAs stream the shared expert, by default its share of the
-    bytes. Returns [T, D] in dtype. Raises UnsupportedError for formats without a kernel and for
+    bytes. dtype: of the sum. Raises UnsupportedError for formats without a kernel and for
     rows that the shared memory does not hold.
     """
     codec, choice = codec_of(pool.format), begun.choice
@@ -159,15 +191,21 @@ def mix_in_pairs(
         )
         down = shared.down.arguments(begun.hidden, None, own, slices=1, error=error)
         _launch_pair(launcher, codec, up, down, rows, shared_ctas)
-    return combine(
-        launcher,
-        pool.down(launcher, hidden, choice.work, error=error, early=True),
-        top_k=top_k,
-        weights=choice.weights if weigh_output else None,
-        shared=own,
-        dtype=dtype,
-        expert_ids=choice.expert_ids,
-    )
+    parts = pool.down(launcher, hidden, choice.work, error=error, early=True)
+    weights, ids = choice.weights if weigh_output else None, choice.expert_ids
+
+    def add() -> Tensor:
+        return combine(
+            launcher,
+            parts,
+            top_k=top_k,
+            weights=weights,
+            shared=own,
+            dtype=dtype,
+            expert_ids=ids,
+        )
+
+    return Mixture(parts, own, weights, ids, add)
 
 
 def _launch_pair(

@@ -22,6 +22,7 @@ from moet.kernels.device_streams import MixMatrix
 from moet.kernels.gemm import linear_fp32, linear_pair, streamed
 from moet.kernels.hyper_connection import hc_enter, hc_head_norm, hc_pass, hc_post
 from moet.kernels.indexer import index_select
+from moet.kernels.mixture import Mixture
 from moet.kernels.moe import sqrt_softplus
 from moet.kernels.quant import Activations
 from moet.kernels.query_heads import query_heads
@@ -356,7 +357,8 @@ class Residual:
 
     def __init__(self, streams: Tensor) -> None:
         self.streams = streams
-        self.pending: tuple[Tensor | RankPart, Tensor, Tensor] | None = None  # y, post, mix
+        # y, post, mix
+        self.pending: tuple[Tensor | RankPart | Mixture, Tensor, Tensor] | None = None
 
 
 def _mix_matrix(weights: Weights, name: str, num_out: int, num_in: int) -> Tensor | MixMatrix:

@@ -19,6 +19,7 @@ from moet.kernels.comm import RankPart, added
 from moet.kernels.device_gemm import Device, PackedMatrix
 from moet.kernels.gemm import Matrix, linear_fp32, streamed
 from moet.kernels.indexer import index_select
+from moet.kernels.mixture import Mixture
 from moet.kernels.mla_attention import (
     BLOCK,
     HeadMatrices,
@@ -284,7 +285,9 @@ class DecoderLayer:
         if self.mlp is not None:
             return x, self.mlp(normed), selection
         assert self.moe is not None
-        return x, self.moe(normed, step.token_ids, step.rows.positions, experts), selection
+        out = self.moe(normed, step.token_ids, step.rows.positions, experts)
+        assert not isinstance(out, Mixture)  # which was not asked for
+        return x, out, selection
 
 
 def _mlp(weights: Weights, hidden: int, width: int) -> SwigluMlp:

@@ -11,6 +11,7 @@ from torch import Tensor
 from moet.config import ModelSettings
 from moet.kernels.comm import RankPart
 from moet.kernels.gemm import Matrix, linear_fp32
+from moet.kernels.mixture import Mixture
 from moet.kernels.moe import (
     ExpertTable,
     F32Experts,
@@ -127,10 +128,13 @@ class MoE:
         settings: ModelSettings,
         weigh_output: bool = False,
         on_read: bool = False,
+        unsummed: bool = False,
     ) -> None:
-        """on_read: whoever takes the output can sum the ranks' parts."""
+        """on_read: whoever takes the output can sum the ranks' parts; unsummed: or, of one rank,
+        a mixture's."""
         self.layer_idx = layer_idx
         self._on_read = on_read
+        self.unsummed = unsummed and shared.w2.shard.size == 1
         self.router = router
         self.shared = shared
         self.limit = limit
@@ -144,7 +148,7 @@ class MoE:
 
     def __call__(
         self, x: Tensor | Activations, token_ids: Tensor, positions: Tensor, experts: ExpertProvider
-    ) -> Tensor | RankPart:
+    ) -> Tensor | RankPart | Mixture:
         """x: [n, dim]; token_ids, positions: [n]. Returns [n, dim] in the dtype of x."""
         if self._whole is not None:
             assert isinstance(experts, ResidentProvider), "tiers of experts have no GPU form yet"
@@ -159,9 +163,11 @@ class MoE:
                 round_activations=self.round_activations,
                 weigh_output=self.weigh_output,
                 num_slices=self.num_slices,
+                on_read=self.unsummed,
             )
             if self.shard.size == 1:
                 return part
+            assert isinstance(part, Tensor)
             comm = self.shard.comm
             return comm.sum_on_read(part) if self._on_read else comm.sum(part)
         x = plain_values(x)

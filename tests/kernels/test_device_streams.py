@@ -15,6 +15,7 @@ from moet.kernels.device_gemm import Device
 from moet.kernels.device_streams import MixMatrix
 from moet.kernels.hyper_connection import hc_enter, hc_head_norm, hc_pass
 from moet.kernels.layout import to_mma_order
+from moet.kernels.mixture import Mixture
 from moet.kernels.quant import Activations, fp8_encode
 from tests.kernels import emulation
 from tests.kernels.emulation import Emulator
@@ -124,6 +125,32 @@ def test_a_row_has_the_same_bits_in_any_company(
                 else:
                     assert isinstance(b, Tensor)
                     assert torch.equal(a[own], b)
+
+
+@pytest.mark.parametrize("weigh", [False, True])
+def test_a_mixture_is_summed_on_its_way_in(device: Device, weigh: bool) -> None:
+    weights, (_, streams, post, mix) = site(24), step(3)
+    draw = torch.Generator().manual_seed(5)
+    parts = torch.randn(3, 6, DIM, generator=draw).bfloat16()
+    shared = torch.randn(3, DIM, generator=draw).bfloat16()
+    factors = torch.rand(3, 6, generator=draw) if weigh else None
+    ids = torch.arange(18).view(3, 6)
+    ids[1, 0] = -1  # a row without parts
+    total = torch.zeros(3, DIM)
+    for k in range(6):
+        total += parts[:, k].float() * (1 if factors is None else factors[:, k : k + 1])
+    total[1] = 0
+    y = (total + shared.float()).bfloat16()
+    mixture = Mixture(parts.view(18, DIM), shared, factors, ids, lambda: y)
+    run = hc_pass.bind(arch=device.arch, dim=DIM, **FACTS)
+    site_of = MixMatrix(weights[0], device), *weights[1:]
+    found, wanted = (
+        run(given, streams, post, mix, *site_of, **HC, num_iters=20) for given in (mixture, y)
+    )
+    for a, b in zip(found, wanted, strict=True):
+        a, b = (v.plain() if isinstance(v, Activations) else v for v in (a, b))
+        assert torch.equal(a, b)
+    assert (device.counters == 0).all()
 
 
 def test_many_rows_come_without_codes(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ constexpr int PARTS = 32;           // fn rows of a block's sums; the last is th
 constexpr int MAX_GROUPS = 2;       // of 8 channels, of a thread: dim <= 4096
 constexpr int TILE = MOET_SM == 90 ? 4 : 3;  // rows of a warp at once, as registers allow
 constexpr int MAX_OUTS = MULT * (2 + MULT);
+constexpr int MAX_PARTS = 8;        // of a row's y
 
 struct StreamsArgs {
   const uint16_t* y;        // [rows, dim] bf16; null: the streams stay
@@ -36,6 +37,13 @@ struct StreamsArgs {
   float norm_eps, hc_eps;
   int rows, rows_each, dim, outs, iters;
   PeerArgs peers;  // of streams_step_summed: y is this rank's part of a sum. turns: [grid y]
+  // Of streams_step_mixed: y is the sum of a row's parts, weighed, in their order, and of `shared`, rounded
+  // once, as combine_experts of moe.cu makes it.
+  const uint16_t* parts;      // [rows * top_k, dim]
+  const float* part_weights;  // [rows * top_k], or null
+  const uint16_t* shared;     // [rows, dim]
+  const int64_t* expert_ids;  // [rows, top_k]; a first one below 0: the row has no parts
+  int top_k;                  // at most MAX_PARTS
 };
 
 DEVICE float low(uint32_t pair) { return bits_float(pair << 16); }
@@ -102,6 +110,33 @@ DEVICE uint2 mix_four(const uint2* old, uint2 y, const float* post, const float*
 #pragma unroll
     for (int i = 0; i < 4; i++) sum.v[i] = fma_rn(stream.v[i], m, sum.v[i]);
   }
+  return {packed(sum.v[0], sum.v[1]), packed(sum.v[2], sum.v[3])};
+}
+
+// Four channels of y from its parts. All of them are read before any is added.
+DEVICE uint2 sum_of_parts(const StreamsArgs& p, int row, int channel) {
+  int first = row * p.top_k;
+  int choices = load_fresh(reinterpret_cast<const uint32_t*>(p.expert_ids + first) + 1) >> 31 ? 0 : p.top_k;
+  uint2 part[MAX_PARTS], last = *reinterpret_cast<const uint2*>(p.shared + uint64_t(row) * p.dim + channel);
+  float weight[MAX_PARTS];
+#pragma unroll
+  for (int k = 0; k < MAX_PARTS; k++) {
+    part[k] = {0, 0}, weight[k] = 1.0f;
+    if (k >= p.top_k) continue;
+    part[k] = *reinterpret_cast<const uint2*>(p.parts + uint64_t(first + k) * p.dim + channel);
+    if (p.part_weights) weight[k] = p.part_weights[first + k];
+  }
+  Four sum = {};
+#pragma unroll
+  for (int k = 0; k < MAX_PARTS; k++) {
+    if (k >= choices) continue;
+    Four v = unpack_four(part[k]);
+#pragma unroll
+    for (int i = 0; i < 4; i++) sum.v[i] = k ? add_rn(sum.v[i], v.v[i] * weight[k]) : v.v[i] * weight[k];
+  }
+  Four v = unpack_four(last);
+#pragma unroll
+  for (int i = 0; i < 4; i++) sum.v[i] = add_rn(sum.v[i], v.v[i]);
   return {packed(sum.v[0], sum.v[1]), packed(sum.v[2], sum.v[3])};
 }
 
@@ -291,14 +326,15 @@ DEVICE void finish_row(const StreamsArgs& p, int row, float* shared, const SiteV
 // Few rows. Grid: blocks times groups of eight fn rows, then groups of rows_each rows. A warp has one
 // row of fn in registers. The CTA that is last of its rows finishes them. SUMMED: the ranks' parts of
 // y are added on their way in, a row to a CTA. HELD: what finishing reads of the site is read at once.
-template <bool SUMMED, bool HELD>
+// MIXED: y is summed from a mixture's parts.
+template <bool SUMMED, bool HELD, bool MIXED>
 DEVICE void run_step(const StreamsArgs& p) {
   float* shared = reinterpret_cast<float*>(dynamic_shared());
   int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, blocks = p.dim / BLOCK;
   int block = static_cast<int>(blockIdx.x) % blocks, group = static_cast<int>(blockIdx.x) / blocks;
   int out = group * 8 + warp, channel = block * BLOCK + lane * 4;
   int first = blockIdx.y * p.rows_each, last = first + p.rows_each < p.rows ? first + p.rows_each : p.rows;
-  bool multiplies = warp < 8 && out < p.outs, leads = group == 0 && warp == 0;
+  bool multiplies = warp < 8 && out < p.outs, leads = group == 0 && warp == 0, passes = MIXED || p.y;
   uint4 fn[MULT];
 #pragma unroll
   for (int k = 0; k < MULT; k++)
@@ -314,8 +350,11 @@ DEVICE void run_step(const StreamsArgs& p) {
       float post[MULT] = {}, mix[MULT * MULT] = {};
 #pragma unroll
       for (int k = 0; k < MULT; k++) old[k] = *reinterpret_cast<const uint2*>(streams + k * p.dim);
-      if (p.y) {
-        y = *reinterpret_cast<const uint2*>(p.y + uint64_t(row) * p.dim + channel);
+      if (passes) {
+        if constexpr (MIXED)
+          y = sum_of_parts(p, row, channel);
+        else
+          y = *reinterpret_cast<const uint2*>(p.y + uint64_t(row) * p.dim + channel);
         if constexpr (SUMMED) {
           uint32_t turn = p.peers.turns[blockIdx.y] + 1;
           int place = (row * p.dim + channel) / 4;
@@ -332,8 +371,8 @@ DEVICE void run_step(const StreamsArgs& p) {
       float sum = 0.0f, square = 0.0f;
 #pragma unroll
       for (int k = 0; k < MULT; k++) {
-        uint2 stream = p.y ? mix_four(old, y, post, mix, k) : old[k];
-        if (leads && p.y)
+        uint2 stream = passes ? mix_four(old, y, post, mix, k) : old[k];
+        if (leads && passes)
           *reinterpret_cast<uint2*>(p.mixed + (uint64_t(row) * MULT + k) * p.dim + channel) = stream;
         Four v = unpack_four(stream);
         uint32_t w[4] = {fn[k].x, fn[k].y, fn[k].z, fn[k].w};
@@ -369,11 +408,13 @@ DEVICE void run_step(const StreamsArgs& p) {
     sync_threads();
   }
 }
-KERNEL(STEP_THREADS, 2) streams_step(GRID_CONSTANT StreamsArgs p) { run_step<false, false>(p); }
+KERNEL(STEP_THREADS, 2) streams_step(GRID_CONSTANT StreamsArgs p) { run_step<false, false, false>(p); }
 LAUNCHABLE(streams_step, StreamsArgs, STEP_THREADS)
-KERNEL(STEP_THREADS, 1) streams_step_held(GRID_CONSTANT StreamsArgs p) { run_step<false, true>(p); }
+KERNEL(STEP_THREADS, 1) streams_step_held(GRID_CONSTANT StreamsArgs p) { run_step<false, true, false>(p); }
 LAUNCHABLE(streams_step_held, StreamsArgs, STEP_THREADS)
-KERNEL(STEP_THREADS, 2) streams_step_summed(GRID_CONSTANT StreamsArgs p) { run_step<true, false>(p); }
+KERNEL(STEP_THREADS, 1) streams_step_mixed(GRID_CONSTANT StreamsArgs p) { run_step<false, true, true>(p); }
+LAUNCHABLE(streams_step_mixed, StreamsArgs, STEP_THREADS)
+KERNEL(STEP_THREADS, 2) streams_step_summed(GRID_CONSTANT StreamsArgs p) { run_step<true, false, false>(p); }
 LAUNCHABLE(streams_step_summed, StreamsArgs, STEP_THREADS)
 
 // A lane's share of TILE rows: four channels of four streams times all rows of fn.
