@@ -75,6 +75,11 @@ class CapturedTarget:
                     for number in range(len(self._providers)):
                         self._captured(num_seqs, num_rows, number)
 
+    def capture_again(self) -> None:
+        """The same anew, for experts that have moved."""
+        self._graphs.clear()
+        self.capture_all()
+
     def __call__(self, inputs: ForwardInput, experts: ExpertProvider) -> ModelOutput:
         """Run a pass. What it returns stays as it is."""
         offsets = inputs.cu_seqlens_q

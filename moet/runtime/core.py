@@ -389,7 +389,14 @@ class EngineCore:
         if self._served is None:
             raise RequestError("this engine's experts have nothing that may be changed")
         wait([future for _, future in self._in_flight if isinstance(future, Future)])
-        self._served.tune(tau=tau, pool_bytes=pool_bytes)
+        runner = self._launcher if pool_bytes is not None else None
+        if runner is not None:
+            runner.settle()
+        try:
+            self._served.tune(tau=tau, pool_bytes=pool_bytes)
+        finally:
+            if self._served.take_moved() and runner is not None:
+                runner.capture_again()
 
     def shutdown(self) -> None:
         """Abort what is open, wait for the steps in flight and stop; events are dropped."""

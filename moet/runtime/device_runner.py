@@ -80,7 +80,7 @@ class DeviceRunner:
         self._precisions = precisions or PrecisionSet.single(experts)
         of_prompts = self._precisions.of_prompt(self._precisions.default)
         unusual = self._precisions.unusual()
-        target = CapturedTarget(
+        self._target = CapturedTarget(
             model,
             kv.tensors,
             unusual,
@@ -100,7 +100,7 @@ class DeviceRunner:
             max_pages_per_seq=max_pages_per_seq,
             draft_model=draft_model,
             precisions=precisions,
-            target=target,
+            target=self._target,
         )
         state, table, page_size = sampler.tensors(), self.eager.page_table, kv.spec.page_size
         self.graphs = GraphRunner(
@@ -136,7 +136,7 @@ class DeviceRunner:
         self._drawn = None if drafts is None else DrawnDrafts(drafts.drafter.probs)
         self.queue.settle()  # what is set up so far was launched elsewhere
         self.graphs.capture_all(progress)
-        target.capture_all()
+        self._target.capture_all()
 
     @property
     def sampler(self) -> SamplerState:
@@ -220,6 +220,15 @@ class DeviceRunner:
             told = fault_message(fault, self._explain)
             result.errors.update(dict.fromkeys(indices, told))
             result.failed = True
+
+    def settle(self) -> None:
+        """Wait for all that is queued; results of steps may still be read."""
+        self.queue.settle()
+
+    def capture_again(self) -> None:
+        """Make all captured steps anew, for experts that have moved; behind `settle`."""
+        self.graphs.capture_again()
+        self._target.capture_again()
 
     def check(self) -> None:
         """Raise AssertionError if a result was never read, or captured tensors have moved."""

@@ -131,6 +131,11 @@ class GraphRunner:
         taken_s = perf_counter() - started_s
         logger.info("captured graphs=%d time=%.1fs", len(self._works), taken_s)
 
+    def capture_again(self) -> None:
+        """Capture every graph anew, for experts that have moved. Steps in flight must be over."""
+        self._works.forget()
+        self.capture_all()
+
     def capture(self, shape: Shape) -> None:
         """Capture the graphs of one shape."""
         for kind in Kind:

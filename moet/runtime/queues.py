@@ -140,7 +140,6 @@ class CudaGraphs:
 
     def __init__(self, queue: CudaQueue) -> None:
         self.queue = queue
-        self.graphs: list[torch.cuda.CUDAGraph] = []
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Work) -> Work:
@@ -154,7 +153,6 @@ class CudaGraphs:
                     work()
                 finally:
                     graph.capture_end()
-        self.graphs.append(graph)
         return graph.replay
 
 

@@ -36,6 +36,11 @@ class Works:
                 self._works[key] = self._capture(work)
         return self._works[key]
 
+    def forget(self) -> None:
+        """Let go of everything; what is asked for next is captured anew."""
+        self._works.clear()
+        self._is_sealed = False
+
     def seal(self) -> None:
         """What is not captured by now is refused."""
         self._is_sealed = True

@@ -209,9 +209,14 @@ POLICIES = (None, "fp4", "gate", "w2+hot")
 
 
 def policy_answers(
-    pack: Pack, experts: ExpertConfig, policies: Sequence[str | None] = POLICIES
+    pack: Pack,
+    experts: ExpertConfig,
+    policies: Sequence[str | None] = POLICIES,
+    *,
+    resized_bytes: int | None = None,
 ) -> tuple[list[list[int]], Any]:
-    """Tokens of a request of each policy, from a core that is loaded as an engine's is."""
+    """Tokens of a request of each policy, from a core that is loaded as an engine's is.
+    resized_bytes: of its pool when some steps are over."""
     config = EngineConfig(
         model=str(pack.folder),
         target=TargetConfig(device="cuda"),
@@ -228,7 +233,12 @@ def policy_answers(
     ]
     for one in asked:
         core.submit(one)
+    begun = [event for _ in range(6) for event in core.step()]
+    if resized_bytes is not None:
+        core.tune_experts(tau=None, pool_bytes=resized_bytes)
     events = drain(core)
+    for event in reversed(begun):
+        events.setdefault(event.request_id, []).insert(0, event)
     assert not [e.error for each in events.values() for e in each if e.error]
     stats = core.expert_stats()
     core.shutdown()
@@ -269,7 +279,9 @@ def test_a_pack_is_served_alike_from_every_tier(gpu: Device, tmp_path: Path) -> 
         static_bytes=0,
         trace_file=str(tmp_path / "trace"),
     )
-    assert policy_answers(pack, in_memory)[0] == expected
+    found, stats = policy_answers(pack, in_memory, resized_bytes=14 * w2)
+    assert found == expected
+    assert stats.tiers[0].num_slots == 14
     trace = read_trace(tmp_path / "trace")
     assert {layer for layer, _ in trace.calls} == set(range(trace.num_layers))
     assert len(trace.calls) > 12 * trace.num_layers

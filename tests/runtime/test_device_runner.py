@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
 from moet.config import CacheConfig, SchedulerConfig
+from moet.errors import RequestError
 from moet.models.glm_moe_dsa_config import GlmMoeDsaConfig
 from moet.runtime.core import EngineCore
 from moet.runtime.device_runner import Placement
-from moet.runtime.queues import Capture, CpuQueue, uncaptured
+from moet.runtime.experts.precision import PrecisionSet
+from moet.runtime.queues import Capture, CpuQueue, Work, uncaptured
 from moet.types import Request, TokenEvent, TokenLogprobs
-from tests.fakes import FakeModel, drain, expected_greedy, make_core, request, tokens_of
+from tests.fakes import FakeModel, NoExperts, drain, expected_greedy, make_core, request, tokens_of
 from tests.models.glm_configs import tiny
 from tests.models.glm_rig import load_model, random_source, resident
 from tests.models.hash_weights import DEPLOYED, GOLDEN_IDS, Rig, hash_source, load_rig
@@ -88,6 +91,55 @@ def test_drafts_are_those_of_the_plain_runner(
         assert got.num_draft_tokens == wanted.num_draft_tokens
         assert got.num_accepted_tokens == wanted.num_accepted_tokens
     core.check()
+
+
+class Moving:
+    """Experts of a server whose rows move when they are tuned."""
+
+    def __init__(self) -> None:
+        self.precisions, self.moved = PrecisionSet.single(NoExperts()), False
+
+    def tune(self, *, tau: float | None = None, pool_bytes: int | None = None) -> None:
+        self.moved = True
+        if pool_bytes == 0:
+            raise RequestError("no room")
+
+    def take_moved(self) -> bool:
+        moved, self.moved = self.moved, False
+        return moved
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("pool_bytes", [0, 1])
+def test_steps_are_captured_anew_where_experts_have_moved(pool_bytes: int) -> None:
+    """In the middle of answers, a step ahead, with drafts; and where moving them went wrong."""
+    options: dict[str, Any] = {"num_spec_tokens": 2, "draft_rate": 0.6, "page_size": 6}
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "adaptive_spec": False}
+    expected = facts(make_core(FakeModel(**options), **limits), REQUESTS)
+    captured: list[Work] = []
+
+    def capture(work: Work) -> Work:
+        captured.append(work)
+        return Tape()(work)
+
+    core = placed_core(StepFakeModel(**options), Placement(CpuQueue(), capture), **limits)
+    core._served = Moving()  # type: ignore[assignment]
+    for one in REQUESTS:
+        core.submit(one)
+    events = [event for _ in range(5) for event in core.step()]
+    num_captured = len(captured)
+    with pytest.raises(RequestError) if pool_bytes == 0 else nullcontext():
+        core.tune_experts(tau=None, pool_bytes=pool_bytes)
+    assert len(captured) == 2 * num_captured
+    found: dict[str, list[TokenEvent]] = {}
+    for event in events:
+        found.setdefault(event.request_id, []).append(event)
+    for key, rest in drain(core).items():
+        found.setdefault(key, []).extend(rest)
+    assert {key: _facts(events) for key, events in found.items()} == expected
+    core.check()
+    core.shutdown()
 
 
 @pytest.mark.bug("P25")

@@ -5,11 +5,12 @@ by itself. A ResidentProvider: no step asks the host for anything, so steps can 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from moet.errors import CapacityError
 from moet.kernels.expert_cache import STATIC_USES, CacheTables
 from moet.kernels.expert_cache_device import (
     FETCH_CTAS,
@@ -92,15 +93,14 @@ class CachedExperts:
         DeviceCache has it."""
         device, num_rows = bases.device, len(bases)
         self.form, self.host, self.layers = form, host, tuple(layers)
-        self.num_experts = num_rows // len(layers)
+        self.num_experts, self.bases = num_rows // len(layers), bases
         self._static: dict[int, int] = {}  # row -> slot
-        self.tables = CacheTables.empty(num_rows, num_slots, device)
         with torch.inference_mode(False):  # to stay writable outside of a forward pass
             pool = torch.empty(num_slots, form.row_bytes, dtype=torch.uint8, device=device)
         self.cache = DeviceCache(
             launcher,
             pool,
-            self.tables,
+            CacheTables.empty(num_rows, num_slots, device),
             host.on(device, num_rows),
             FetchList.on(device, self.num_experts, len(layers)),
             error,
@@ -111,18 +111,60 @@ class CachedExperts:
             timeout_s=timeout_s,
             quick=quick,
         )
-        self.bases = bases
-        self._tables: dict[int, ExpertTable] = {}
-        for n, layer_idx in enumerate(layers):
-            first = n * self.num_experts
-            self._tables[layer_idx] = CachedTable(
-                form,
-                pool,
-                self.tables.slot_of[first : first + self.num_experts],
-                bases[first : first + self.num_experts],
+        self._tables = self._made_tables()
+
+    @property
+    def tables(self) -> CacheTables:
+        return self.cache.tables
+
+    @property
+    def num_static(self) -> int:
+        """Slots of rows that never leave."""
+        return len(self._static)
+
+    def resize(self, num_slots: int) -> None:
+        """Another number of slots, for whoever captures steps anew. Not while steps run.
+
+        Static rows stay, and of the others those of the most uses where all rows are in memory.
+        Raises CapacityError if the device has no room; the pool is empty then but for static rows,
+        with as many slots as before.
+        """
+        old, device = len(self.cache.pool), self.bases.device
+        static = {row: self.cache.pool[slot].cpu() for row, slot in self._static.items()}
+        warm = [] if self.host.feeder is not None else [r for r in self.heat() if r not in static]
+        empty = torch.empty(0, self.form.row_bytes, dtype=torch.uint8, device=device)
+        self._tables, self.cache = {}, replace(self.cache, pool=empty)
+        failed = None
+        for size in (num_slots, old):
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+            try:
+                with torch.inference_mode(False):
+                    pool = torch.empty(size, self.form.row_bytes, dtype=torch.uint8, device=device)
+                break
+            except torch.OutOfMemoryError as error:
+                failed = error
+        tables = CacheTables.empty(len(self.bases), len(pool), device)
+        self.cache = replace(self.cache, pool=pool, tables=tables)
+        self._tables, self._static = self._made_tables(), {}
+        self.fill(list(static), list(static.values()), static=True)
+        if failed is not None:
+            raise CapacityError(
+                f"the device has no room for {num_slots} slots of {self.form.row_bytes} bytes"
+            ) from failed
+        warm = warm[: num_slots - len(static)]
+        self.fill(warm, [self._run(row, 1)[0] for row in warm])
+
+    def _made_tables(self) -> dict[int, ExpertTable]:
+        made: dict[int, ExpertTable] = {}
+        for n, layer_idx in enumerate(self.layers):
+            rows = slice(n * self.num_experts, (n + 1) * self.num_experts)
+            made[layer_idx] = CachedTable(
+                *(self.form, self.cache.pool, self.tables.slot_of[rows], self.bases[rows]),
                 cache=self.cache,
-                first_row=first,
+                first_row=rows.start,
             )
+        return made
 
     def resident(self, layer_idx: int, num_rows: int = 1) -> ExpertTable:
         """The table of a layer; its rows come when they are prepared."""

@@ -82,6 +82,11 @@ class Served(Protocol):
 
     def tune(self, *, tau: float | None = None, pool_bytes: int | None = None) -> None: ...
 
+    def take_moved(self) -> bool:
+        """Whether rows have moved to other tensors since it was asked last: steps that were
+        captured must be made anew then."""
+        ...
+
     def explain(self) -> str | None:
         """Which rows could not be read lately, and why, where a device cannot say so itself."""
         ...
@@ -155,6 +160,10 @@ class ServedExperts:
             self._resize(pool_bytes)
         if tau is not None:
             self.precisions.tau = tau
+
+    def take_moved(self) -> bool:
+        """Never: nothing is captured."""
+        return False
 
     def explain(self) -> str | None:
         """Nothing: rows that cannot be read end their requests with an error of their own."""

@@ -6,9 +6,10 @@ import logging
 from pathlib import Path
 
 import psutil
+import torch
 
 from moet.config import EngineConfig
-from moet.errors import ConfigError, RequestError
+from moet.errors import CapacityError, ConfigError, RequestError
 from moet.models.base import ResidentProvider
 from moet.models.expert_encoder import Tier
 from moet.runtime.experts.build import Progress
@@ -26,6 +27,8 @@ from moet.runtime.metrics import ExpertStats, TierStats
 from moet.runtime.plan_types import ExpertPlan
 
 logger = logging.getLogger(__name__)
+
+RESIZE_RESERVE_BYTES = 1 << 30  # that a pool leaves free when it grows
 
 
 def device_sizes(
@@ -68,8 +71,7 @@ def device_sizes(
         disk=experts.disk,
         pool_flag="--fp4-pool" if second else "--expert-pool",
     )
-    rows = _decode_rows(config)
-    least = min(num_experts, rows * top_k if sizes.all_in_memory else num_experts)
+    rows, least = _decode_rows(config), _least_slots(config, sizes, num_experts, top_k)
     if sizes.num_slots - sizes.num_static < least:
         why = f"{rows} decoding rows" if sizes.all_in_memory else "a prompt, where rows are on disk"
         raise ConfigError(
@@ -79,6 +81,12 @@ def device_sizes(
             "or lower --max-num-seqs"
         )
     return sizes
+
+
+def _least_slots(config: EngineConfig, sizes: TierSizes, num_experts: int, top_k: int) -> int:
+    """Slots that a step may ask for at once: of decoding alone, where prompts are streamed."""
+    asked = _decode_rows(config) * top_k
+    return min(num_experts, asked) if sizes.all_in_memory else num_experts
 
 
 def _decode_rows(config: EngineConfig) -> int:
@@ -97,6 +105,10 @@ class DeviceServed:
         self.caches: dict[Tier, CachedExperts] = {}
         self._source, self._experts = source, config.experts
         self._first = formats_of(config)[0]
+        self._by_length: ByLength | None = None  # of the first format
+        self._num_decode_rows = _decode_rows(config)
+        self._least = 0  # slots beside static ones
+        self._has_moved = False
         self._recorded: RecordedOnDevice | None = None
         self._counted: dict[Tier, tuple[float, float]] = {}  # hits and misses, when last looked at
         providers: dict[str, ResidentProvider] = {}
@@ -141,13 +153,61 @@ class DeviceServed:
 
     def tune(self, *, tau: float | None = None, pool_bytes: int | None = None) -> None:
         """Change what may change while a server runs. Raises RequestError, changing nothing."""
-        if pool_bytes is not None:
-            message = "a GPU's pool is part of its captured steps: start with another --expert-pool"
-            raise RequestError(message, param="expert_pool")
         if tau is not None and not 0 <= tau <= 1:
             raise RequestError(f"tau is {tau}; it must be from 0 to 1", param="tau")
+        if pool_bytes is not None:
+            self._resize(pool_bytes)
         if tau is not None:
             self.precisions.tau = tau
+
+    def take_moved(self) -> bool:
+        """As Served.take_moved."""
+        moved, self._has_moved = self._has_moved, False
+        return moved
+
+    def _resize(self, pool_bytes: int) -> None:
+        """Of the default policy's format."""
+        cache = self.caches.get(self._first)
+        if cache is None or self._source.shard.size > 1:
+            why = "all experts are on the device: there is no pool; start with --expert-pool"
+            if cache is not None:
+                why = "pools of several ranks keep their sizes; start with another --expert-pool"
+            raise RequestError(why, param="expert_pool")
+        row_bytes = cache.form.row_bytes
+        num_slots = min(len(cache.bases), pool_bytes // row_bytes)
+        least = cache.num_static + self._least
+        if num_slots < least:
+            raise RequestError(
+                f"a pool of {pool_bytes} bytes has {num_slots} slots; {least} are needed, "
+                f"{least * row_bytes} bytes",
+                param="expert_pool",
+            )
+        self._require_free((num_slots - len(cache.cache.pool)) * row_bytes)
+        self._has_moved = True
+        try:
+            cache.resize(num_slots)
+        except CapacityError as error:
+            raise RequestError(str(error), param="expert_pool") from None
+        if self._by_length is not None:
+            self._by_length.stream_from_rows = stream_from(
+                cache.num_experts,
+                self._source.top_k,
+                num_slots - cache.num_static,
+                self._num_decode_rows,
+            )
+
+    def _require_free(self, more_bytes: int) -> None:
+        """Raise RequestError unless the device has so much, with room for captured steps."""
+        device = self._source.gpu.torch_device
+        if more_bytes <= 0 or device.type != "cuda":
+            return
+        free_bytes = torch.cuda.mem_get_info(device)[0] - RESIZE_RESERVE_BYTES
+        if more_bytes > free_bytes:
+            raise RequestError(
+                f"the pool would grow by {more_bytes} bytes; the device has {max(0, free_bytes)} "
+                "to spare",
+                param="expert_pool",
+            )
 
     def _warn(self, tier: Tier, stats: TierStats) -> None:
         """Say once in a while that a pool is too small, with the flag that changes it."""
@@ -199,9 +259,14 @@ class DeviceServed:
         if sizes is None:
             return source.resident(tier, progress)
         cache = self.caches[tier] = source.cached(tier, sizes, config.experts, progress)
+        if tier == self._first:
+            self._least = _least_slots(config, sizes, cache.num_experts, source.top_k)
         if not sizes.all_in_memory:
             return cache
         stream = LayerStream(cache.form, cache.bases, cache.layers, cache.copy_rows)
         free_slots = sizes.num_slots - sizes.num_static
         from_rows = stream_from(cache.num_experts, source.top_k, free_slots, _decode_rows(config))
-        return ByLength(cache, stream, from_rows)
+        by_length = ByLength(cache, stream, from_rows)
+        if tier == self._first:
+            self._by_length = by_length
+        return by_length

@@ -87,6 +87,12 @@ def test_every_table_has_its_rows_when_it_is_prepared(
     assert hits > 5
     assert int(error) == 0
     assert torch.equal(experts.tables.uses, expected.uses)
+    held = set(experts.heat())
+    experts.resize(9)
+    assert set(experts.heat()) == held
+    experts.resize(4)
+    assert len(set(experts.heat()) & held) == 4
+    experts.check()
 
 
 def test_a_pack_opens_with_its_rows_in_host_memory(kernels: Emulator, tmp_path: Path) -> None:

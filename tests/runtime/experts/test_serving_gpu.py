@@ -131,8 +131,19 @@ def test_rows_on_disk_are_served_and_heat_is_kept(
         served.stats()
     assert "33 % of the w2 experts" in caplog.text
     assert "--expert-pool" in caplog.text
-    with pytest.raises(RequestError, match="start with another --expert-pool"):
+    with pytest.raises(RequestError, match=r"has 0 slots; 18 are needed"):
         served.tune(pool_bytes=1)
+    assert not served.take_moved()
+    served.tune(pool_bytes=21 * row_bytes)
+    assert served.take_moved()
+    assert len(served.caches["w2"].tables.row_of) == 21
+    for layer in (layers[0], layers[2]):
+        table = provider.resolve(layer, ids)
+        for expert_id in ids[0].tolist():
+            row = table.rows[table.slot_of[expert_id]]
+            assert torch.equal(row, pack.expert_row("w2", layer, expert_id))
+    served.caches["w2"].check()
+    assert served.caches["w2"].num_static == 2
     hot = served.precisions.providers["w2+hot"].resolve(layers[2], ids)
     for expert_id, tier_of in ((14, "fp4"), (3, "w2")):
         row = pack.expert_row(tier_of, layers[2], expert_id)  # type: ignore[arg-type]
@@ -144,7 +155,7 @@ def test_rows_on_disk_are_served_and_heat_is_kept(
     served.close()
     trace = read_trace(tmp_path / "trace")
     assert (trace.num_experts, trace.num_layers) == (NUM_EXPERTS, LAYERS)
-    assert trace.calls == [(place, [15, 3, 9, 14]) for place in (2, 0, 2)]
+    assert trace.calls == [(place, [15, 3, 9, 14]) for place in (2, 0, 2, 0, 2)]
     again = serve()
     slot_of = again.caches["w2"].tables.slot_of
     warm = [place * NUM_EXPERTS + expert for place in (0, 2) for expert in (15, 3, 9, 14)]
