@@ -94,6 +94,7 @@ class Device:
     chunk_attention: bool = True
     beside: Beside | None = None
     _group_work: dict[tuple[int, int, int], Work] = field(default_factory=dict)
+    _long_group_work: dict[tuple[int, int, int], Work] = field(default_factory=dict)
 
     @classmethod
     def open(cls, arch: str, torch_device: torch.device | str = "cuda") -> Device:
@@ -135,13 +136,16 @@ class Device:
         return (num_groups, num_tokens, rows) in self._group_work
 
     def group_work(self, num_groups: int, num_tokens: int, rows: int) -> Work:
-        """Every group with all tokens, `rows` to an entry. Few tokens: made once and kept."""
+        """Every group with all tokens, `rows` to an entry. Few tokens: made once and kept. Many:
+        kept for the layers of a step, until there are others."""
         key = num_groups, num_tokens, rows
-        work = self._group_work.get(key)
+        kept = self._group_work if num_tokens <= STREAM_ROWS else self._long_group_work
+        work = kept.get(key)
         if work is None:
             work = _group_work(num_groups, num_tokens, rows, self.torch_device)
-            if num_tokens <= STREAM_ROWS:
-                self._group_work[key] = work
+            if kept is self._long_group_work:
+                kept.clear()
+            kept[key] = work
         return work
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -208,6 +209,25 @@ def combine(
     return out
 
 
+@lru_cache(maxsize=16)
+def _strides(format: ExpertRows) -> tuple[int, int]:
+    """From a sub-row to the next, of its bytes and of its row bases."""
+    return format.sub_row_bytes, sum(n for n, _ in format.shapes)
+
+
+@lru_cache(maxsize=16)
+def _parts(format: ExpertRows) -> tuple[Part, Part, Part]:
+    part_bytes, scales = format.part_bytes, format.scale_bytes
+    codes = (0, part_bytes[0], sum(part_bytes[:2]))
+    scale_starts = [sum(part_bytes[:3]) + sum(scales[:i]) for i in range(3)]
+    rows = [n for n, _ in format.shapes]
+    bases = [sum(rows[:i]) for i in range(3)]
+    if format.name == "nvfp4":  # whose tensor scales follow the scale planes
+        bases = [scale_starts[2] + scales[2] + 4 * i for i in range(3)]
+    gate, up, down = (Part(codes[i], scale_starts[i], bases[i]) for i in range(3))
+    return gate, up, down
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertPool:
     """Expert rows on the device: rows [num_slots, row_bytes] uint8, bases [experts, ...] uint8."""
@@ -222,21 +242,13 @@ class ExpertPool:
         args.entries, args.num_entries = work.entries.data_ptr(), work.num_entries.data_ptr()
         args.pairs, args.error = work.pairs.data_ptr(), error.data_ptr()
         args.row_stride, args.num_slots = self.rows.stride(0), self.rows.shape[0]
-        args.segment_stride = self.format.sub_row_bytes
-        args.base_segment_stride = sum(n for n, _ in self.format.shapes)
+        args.segment_stride, args.base_segment_stride = _strides(self.format)
         args.base_stride = args.base_segment_stride * self.format.num_sub_rows
         args.slices = 1
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> tuple[Part, Part, Part]:
         """Where gate, up and down lie in a sub-row."""
-        codes = (0, self.format.part_bytes[0], sum(self.format.part_bytes[:2]))
-        scale_start = sum(self.format.part_bytes[:3])
-        scales = self.format.scale_bytes
-        rows = [n for n, _ in self.format.shapes]
-        if self.format.name == "nvfp4":  # whose tensor scales follow the scale planes
-            start = scale_start + sum(scales)
-            return [Part(codes[i], scale_start + sum(scales[:i]), start + 4 * i) for i in range(3)]
-        return [Part(codes[i], scale_start + sum(scales[:i]), sum(rows[:i])) for i in range(3)]
+        return _parts(self.format)
 
     def gate_up(
         self,
