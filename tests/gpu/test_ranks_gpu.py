@@ -17,6 +17,8 @@ from moet import Engine, SamplingParams
 from moet.config import CacheConfig, SchedulerConfig, TargetConfig
 from moet.errors import MoetError
 from moet.models.synthetic import MODEL_NAME, plan_checkpoint
+from moet.models.synthetic_glm import MODEL_NAME as GLM
+from moet.runtime.dummy import first_layers
 
 PROMPTS = ["a", "several words of a prompt " * 12, "x" * 700]
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, logprobs=0, ignore_eos=True)
@@ -30,17 +32,19 @@ SHARED = torch.cuda.device_count() < 2
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder_of(model: str, made: Path, **sizes: int) -> Path:
     """A small model whose experts two GPUs can share."""
-    made = tmp_path_factory.mktemp("model")
-    for name, content in plan_checkpoint("small", model=MODEL_NAME).texts.items():
+    for name, content in plan_checkpoint("small", model=model).texts.items():
         if name == "config.json":
-            kinds = [*content["compress_ratios"][:NUM_LAYERS], 0]
-            content = {**content, "moe_intermediate_size": 2048, "num_hidden_layers": NUM_LAYERS}
-            content["compress_ratios"] = kinds
+            layers = min(NUM_LAYERS, content["num_hidden_layers"])
+            content = {**first_layers(content, layers), "moe_intermediate_size": 2048, **sizes}
         (made / name).write_text(json.dumps(content))
     return made
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return folder_of(MODEL_NAME, tmp_path_factory.mktemp("model"))
 
 
 def engine(
@@ -80,7 +84,8 @@ def alone(folder: Path) -> Answers:
         return answers(made)
 
 
-def test_two_tensor_ranks(folder: Path, alone: Answers) -> None:
+def require_alike(folder: Path, alone: Answers) -> None:
+    """That two tensor ranks, which compare what they sample, answer twice alike and much as one."""
     with engine(folder, tensor=2) as made:
         plain = answers(made)
         assert answers(made) == plain  # the second time from the prefix cache
@@ -88,6 +93,18 @@ def test_two_tensor_ranks(folder: Path, alone: Answers) -> None:
         assert abs(mine[0] - whole[0]) < 0.1  # rounded at other places, before the ranks' sum
     same = sum(mine[0][:4] == whole[0][:4] for mine, whole in zip(plain, alone, strict=True))
     assert same >= len(PROMPTS) - 1
+
+
+def test_two_tensor_ranks(folder: Path, alone: Answers) -> None:
+    require_alike(folder, alone)
+
+
+def test_two_tensor_ranks_of_glm(tmp_path: Path) -> None:
+    heads = {"qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "qk_head_dim": 128, "v_head_dim": 128}
+    folder = folder_of(GLM, tmp_path, **heads)
+    with engine(folder) as made:
+        alone = answers(made)
+    require_alike(folder, alone)
 
 
 def test_two_stages_give_the_bits_of_one_and_end_with_a_rank(folder: Path, alone: Answers) -> None:
