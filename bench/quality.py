@@ -35,7 +35,7 @@ from moet.config import ExpertConfig, Precision
 RESULTS = Path(__file__).parent / "results" / "quality.json"
 WRITE_EVERY_S = 10.0
 GROUPS = (
-    ("answers", "text", "sums"),
+    ("answers", "strict", "text", "sums"),
     ("needle 8000", "needle 2000", "needle 4000", "needle 1000", "needle 500"),
 )
 """What one process measures, what says most first."""

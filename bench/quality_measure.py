@@ -3,13 +3,14 @@ CPU. Knows neither tables nor targets."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
 import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from bench.quality_codebook import write_codebook
 from bench.quality_tasks import (
     NEEDLE_WORDS,
     STORY,
+    STRICT,
     TASKS,
     Question,
     follows_schema,
@@ -41,7 +43,11 @@ from moet.models.convert_plan import ConvertOptions
 from moet.models.release import DenseDtype
 from moet.models.w2 import ScaleRule
 from moet.runtime.engine import Engine
-from moet.types import SamplingParams
+from moet.runtime.output import Completion
+from moet.server.chat.messages import ToolChoice
+from moet.server.chat_format import chat_format
+from moet.server.structured import answer_grammar
+from moet.types import GrammarSpec, SamplingParams
 
 NUM_DRAFTS = 4
 SAMPLE_TOKENS = 160
@@ -85,6 +91,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "answers": ("question", "tool_call", "tool_result", "json"),
     "sums": ("sum", "problem"),
     "text": (),
+    "strict": (STRICT,),
     **{f"needle {length}": () for length in NEEDLE_WORDS},
 }
 """What can be measured by itself: tasks by name, or what the name says."""
@@ -121,8 +128,9 @@ def _part(
             yield from _shown(engine, renderer, told[0])
     elif PARTS[part]:
         for task in PARTS[part]:
-            questions = list(held_out(TASKS[task], renderer, amount.questions, seed=1))
-            yield Finding("tasks", task, ask(engine, renderer, questions))
+            generate, strict = TASKS["tool_call" if task == STRICT else task], task == STRICT
+            questions = list(held_out(generate, renderer, amount.questions, seed=1))
+            yield Finding("tasks", task, ask(engine, renderer, questions, strict=strict))
         if variant.experts.policy == "gate":
             gate = engine.tune_experts()
             again = gate.num_gated_rows / max(gate.num_gate_rows, 1)
@@ -174,12 +182,24 @@ def _shared(prompts: list[list[int]]) -> list[int]:
     return [ids[0] for ids in itertools.takewhile(lambda ids: len(set(ids)) == 1, columns)]
 
 
-def ask(engine: Engine, renderer: Renderer, questions: list[Question]) -> dict[str, float]:
-    """Shares of right answers, and for JSON also of valid ones."""
+def ask(
+    engine: Engine, renderer: Renderer, questions: list[Question], *, strict: bool = False
+) -> dict[str, float]:
+    """Shares of right answers, and for JSON also of valid ones.
+
+    strict: calls are held to the declared tools, as where a client says "strict" of each.
+    """
     ends = engine.text.tokenizer.eos_token_ids
     longest = max(len(question.rendered.completion) for question in questions)
     params = SamplingParams(temperature=0.0, max_tokens=longest + 32)
-    done = engine.generate([list(question.rendered.prompt) for question in questions], params)
+    grammars = _grammars(engine, questions) if strict else [None] * len(questions)
+
+    async def answers() -> list[Completion]:
+        pairs = zip(questions, grammars, strict=True)
+        asked = [engine.agenerate(q.rendered.prompt, params, grammar=g) for q, g in pairs]
+        return await asyncio.gather(*asked)
+
+    done = asyncio.run(answers())
     right = valid = 0
     for question, completion in zip(questions, done, strict=True):
         answer = said(renderer.tokenizer, completion.choices[0].token_ids, ends)
@@ -189,6 +209,16 @@ def ask(engine: Engine, renderer: Renderer, questions: list[Question]) -> dict[s
     found = {"right": right / len(questions), "questions": float(len(questions))}
     if questions[0].sample.task == "json":
         found["valid"] = valid / len(questions)
+    return found
+
+
+def _grammars(engine: Engine, questions: list[Question]) -> list[GrammarSpec | None]:
+    """As the server makes them for tools that are strict."""
+    writer = chat_format(engine.text).calls
+    found = []
+    for question in questions:
+        tools = [replace(tool, strict=True) for tool in question.sample.tools]
+        found.append(answer_grammar(None, tools, ToolChoice(), writer, only_one=False)[0])
     return found
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from bench.quality_tasks import TASKS
+from bench.quality_tasks import STRICT, TASKS
 from moet.bench import results
 
-OFFICIAL_TARGETS = {"sum": 0.9, "problem": 0.9, "tool_call": 0.95, "needle": 0.95}
+OFFICIAL_TARGETS = {"sum": 0.9, "problem": 0.9, "tool_call": 0.95, STRICT: 0.95, "needle": 0.95}
 FIRST_DRAFT_TARGET = 0.7
 SPEED_TARGET = 20.0  # tokens a second
 KEPT = {"w2": 0.9, "fp4": 0.99, "gate": 0.99}  # of what the official precision reaches
@@ -46,7 +46,7 @@ def judged(models: Models) -> list[results.Row]:
 def shares(measured: dict[str, Any]) -> dict[str, float]:
     """What is measured in shares of questions, needles or steps, by case."""
     tasks = measured.get("tasks", {})
-    found = {task: tasks[task]["right"] for task in TASKS if task in tasks}
+    found = {task: tasks[task]["right"] for task in (*TASKS, STRICT) if task in tasks}
     if "json" in tasks:
         found["json valid"] = tasks["json"]["valid"]
     needle = measured.get("needle", {})
@@ -93,7 +93,7 @@ def plot(models: Models, folder: Path) -> None:
 
     for family, variants in models.items():
         figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(17, 4.5))
-        width, tasks = 0.8 / max(len(variants), 1), list(TASKS)
+        width, tasks = 0.8 / max(len(variants), 1), [*TASKS, STRICT]
         for idx, (name, row) in enumerate(variants.items()):
             done = row.get("tasks", {})
             at = [x + idx * width for x, task in enumerate(tasks) if task in done]

@@ -22,6 +22,7 @@ TASKS: dict[str, Generator] = {
     "tool_result": tools.result,
     "json": records.record,
 }
+STRICT = "strict_call"  # the calls of "tool_call", their tools declared with "strict": true
 STORY: Generator = stories.story
 NEEDLE_WORDS = {500: 380, 1000: 780, 2000: 1560, 4000: 3150, 8000: 6300}  # tokens: words
 _JSON_KINDS: dict[str, Any] = {
