@@ -584,7 +584,9 @@ class DeepseekV4:
             config, kv_dtype, num_spec_tokens, held if shard.num_stages > 1 else None
         )
         vocab, dim = config.vocab_size, config.hidden_size
-        lm_head = LMHead.load(weights, "head", vocab, dim) if is_last else None
+        lm_head = draft_head = LMHead.load(weights, "head", vocab, dim) if is_last else None
+        if is_last and drafts and gpu is not None:
+            draft_head = LMHead.guessing(weights, "head", vocab, dim)
         reads_tokens = is_first or (is_last and drafts)
         return cls(
             config=config,
@@ -594,8 +596,8 @@ class DeepseekV4:
             else None,
             layers=[Block(weights.under(f"layers.{i}."), config, layout, i) for i in own],
             head=None if lm_head is None else Head(weights, config, lm_head),
-            mtp=MTPBlock(weights.under("mtp.0."), config, layout, lm_head)
-            if drafts and lm_head is not None
+            mtp=MTPBlock(weights.under("mtp.0."), config, layout, draft_head)
+            if drafts and draft_head is not None
             else None,
             tables=RopeTables(config, weights.device),
             dtype=dtype,

@@ -20,6 +20,7 @@ from moet.models.deepseek_v4_config import DeepseekV4Config
 from moet.models.deepseek_v4_release import DeepseekV4Release
 from moet.models.deepseek_v4_tensors import BASE, PREVIEW, RELEASE_0731, Artefact
 from moet.models.expert_encoder import Tier, row_formats
+from moet.models.formats import FP8_BLOCK
 from moet.models.glm_moe_dsa_config import ARCHITECTURE as GLM
 from moet.models.glm_moe_dsa_config import Flavour, GlmMoeDsaConfig
 from moet.models.glm_moe_dsa_release import GlmMoeDsaRelease
@@ -95,7 +96,8 @@ class Footprint:
     """A model in numbers. Bytes of expert rows are those of packs, alignment included.
 
     num_spec_tokens: drafted per step, 0 if the model has no draft block that can be used; draft is
-    None then. num_expert_layers, num_draft_expert_layers: layers that have routed experts.
+    None then. draft_head_bytes: of the head in fp8 that a GPU drafts with, which no checkpoint has.
+    num_expert_layers, num_draft_expert_layers: layers that have routed experts.
     num_pack_rows: experts that a pack holds, used or not. step_bytes_per_token: activations alive
     at once in a prefill chunk, an upper estimate. sub_rows: parts that a row divides into.
     """
@@ -108,6 +110,7 @@ class Footprint:
     dense: Dense
     draft: Dense | None
     head_bytes: Share
+    draft_head_bytes: Share
     num_layers: int
     num_expert_layers: int
     num_draft_expert_layers: int
@@ -253,6 +256,7 @@ def _footprint(
         dense=_dense(s for s in specs if not s.name.startswith(draft_prefix)),
         draft=_dense(s for s in specs if s.name.startswith(draft_prefix)) if drafts else None,
         head_bytes=_sum(s for s in specs if s.name in _HEADS),
+        draft_head_bytes=Share(split=_fp8_bytes(config.vocab_size, hidden) if drafts else 0),
         num_layers=config.num_hidden_layers,
         num_expert_layers=len(decoder_layers),
         num_draft_expert_layers=len(experts.layers) - len(decoder_layers) if drafts else 0,
@@ -317,6 +321,11 @@ def _dense(specs: Iterable[TensorSpec]) -> Dense:
         num_weights=sum(_num_values(s) for s in streamed if len(s.shape) == 2),
         num_values=sum(map(_num_values, every)),
     )
+
+
+def _fp8_bytes(num_out: int, num_in: int) -> int:
+    """Of a weight with an fp32 factor per block."""
+    return num_out * num_in + 4 * -(-num_out // FP8_BLOCK) * -(-num_in // FP8_BLOCK)
 
 
 def _num_values(spec: TensorSpec) -> int:

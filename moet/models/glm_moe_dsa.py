@@ -401,6 +401,7 @@ class GlmMoeDsa:
     layers: list[DecoderLayer]
     norm: AddNorm | None
     head: LMHead | None
+    draft_head: LMHead | None
     mtp: DraftLayer | None
     frequencies: Tensor
     shard: Shard
@@ -444,7 +445,7 @@ class GlmMoeDsa:
         layout = CacheLayout(config, kv_dtype, settings.rounding, num_spec_tokens > 0, held)
         dtype = torch.float32 if settings.rounding == "none" else torch.bfloat16
         table = (config.vocab_size, config.hidden_size)
-        embed = norm = head = mtp = None
+        embed = norm = head = draft_head = mtp = None
         layers = [
             DecoderLayer(weights.under(f"model.layers.{idx}."), config, layout, idx) for idx in held
         ]
@@ -455,7 +456,9 @@ class GlmMoeDsa:
             embed = Embedding(weights.tensor("model.embed_tokens.weight", *table), dtype)
         if shard.is_last:
             norm = AddNorm(weights, "model.norm", config)
-            head = LMHead.load(weights, "lm_head", *table)
+            head = draft_head = LMHead.load(weights, "lm_head", *table)
+        if drafts and gpu is not None:
+            draft_head = LMHead.guessing(weights, "lm_head", *table)
         return cls(
             config=config,
             layout=layout,
@@ -463,6 +466,7 @@ class GlmMoeDsa:
             layers=layers,
             norm=norm,
             head=head,
+            draft_head=draft_head,
             mtp=mtp,
             frequencies=rope_frequencies(config.qk_rope_head_dim, config.rope_theta).to(
                 weights.device
@@ -518,7 +522,7 @@ class GlmMoeDsa:
             self.shard.comm.send(x)
         else:
             x = self.norm(x, y)[1].plain()
-        return ModelOutput(self._logits(_chosen(x, logits_indices)), x)
+        return ModelOutput(self._logits(self.head, _chosen(x, logits_indices)), x)
 
     def _enter(self, token_ids: Tensor) -> Tensor:
         """What this process's first layer gets: [n, hidden]."""
@@ -529,13 +533,13 @@ class GlmMoeDsa:
         assert self.embed is not None
         return self.embed(token_ids)
 
-    def _logits(self, hidden_states: Tensor) -> Tensor:
+    def _logits(self, head: LMHead | None, hidden_states: Tensor) -> Tensor:
         """Those of the last stage, on every stage. hidden_states: [n, hidden], of rows wanted."""
-        if self.head is None:
+        if head is None:
             shape = len(hidden_states), self.vocab_size
             logits = torch.empty(shape, dtype=torch.float32, device=self.frequencies.device)
         else:
-            logits = self.head(hidden_states)
+            logits = head(hidden_states)
         return self.shard.comm.from_last(logits)
 
     def draft(
@@ -568,7 +572,8 @@ class GlmMoeDsa:
             x = self.mtp.join(self.embed(token_ids), hidden_states)
             x, y, _ = self.mtp.layer(x, None, step, None, experts)
             hidden_states = self.mtp.norm(x, y)[1].plain()
-        return ModelOutput(self._logits(_chosen(hidden_states, logits_indices)), hidden_states)
+        logits = self._logits(self.draft_head, _chosen(hidden_states, logits_indices))
+        return ModelOutput(logits, hidden_states)
 
 
 def _chosen(hidden_states: Tensor, indices: Tensor | None) -> Tensor:

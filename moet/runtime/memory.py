@@ -137,7 +137,10 @@ class _Planner:
             f"dense {dtype.lower()}": share.on(ranks)
             for dtype, share in model.dense.resident.items()
         }
-        draft = {"draft block": model.draft.bytes_on(ranks)} if model.draft else {}
+        draft = {}
+        if model.draft is not None:
+            head = model.draft_head_bytes.on(ranks)
+            draft = {"draft block": model.draft.bytes_on(ranks) + head}
         return {
             **dense,
             **draft,

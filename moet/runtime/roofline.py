@@ -154,7 +154,8 @@ def _draft_bytes(model: Footprint, ranks: int, num_streams: int, row: int) -> fl
     if model.draft is None:
         return 0.0
     distinct = distinct_experts(model.num_experts, model.top_k, num_streams)
-    return model.draft.read.on(ranks) + model.head_bytes.on(ranks) + distinct * row
+    head = model.draft_head_bytes.on(ranks)
+    return model.draft.read.on(ranks) + head + distinct * row
 
 
 def _prefill_s(model: Footprint, hardware: Hardware, plan: Plan, chunk: int) -> float:

@@ -16,7 +16,7 @@ from moet.kernels.registry import GPU_ARCHS
 from moet.models.checkpoint import Checkpoint
 from moet.models.deepseek_v4 import DeepseekV4
 from moet.models.deepseek_v4_config import DeepseekV4Config
-from moet.models.layers import LMHead, Weights
+from moet.models.layers import Weights
 
 DEMO = Path(moet.__file__).parent / "demo" / "deepseek-v4"
 
@@ -43,9 +43,8 @@ def test_the_demo_is_built_for_a_gpu_with_its_weights_as_stored(arch: str) -> No
     assert all(isinstance(matrix, PackedMatrix) for matrix in matrices)
     codecs = [matrix.stored.codec for matrix in matrices if isinstance(matrix, PackedMatrix)]
     assert codecs == ["fp8", "bf16"]
-    table = "head", config.vocab_size, config.hidden_size
-    weights = Weights(checkpoint, settings, gpu=gpu(arch))
-    rounded, (exact, _) = LMHead.guessing(weights, *table).weight, weights.stored(*table)
+    assert model.mtp is not None
+    rounded, exact = model.mtp.head.lm_head.weight, checkpoint.load("head.weight")
     assert isinstance(rounded, PackedMatrix)
     assert rounded.stored.codec == "fp8"
     assert rounded.stored.scale is not None

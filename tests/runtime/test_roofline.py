@@ -47,7 +47,7 @@ def test_distinct_experts(rows: int, expected: float) -> None:
 def test_floors_of_flash_on_an_h200() -> None:
     found = rates(FLASH, "h200")
     assert decode(found, 1, 0).floor_ms == pytest.approx(2.1, abs=0.05)
-    assert decode(found, 1, 2).floor_ms == pytest.approx(3.5, abs=0.05)
+    assert decode(found, 1, 2).floor_ms == pytest.approx(3.22, abs=0.05)  # drafts' head is in fp8
     assert decode(found, 8, 0).floor_ms == pytest.approx(4.6, abs=0.15)
 
 
