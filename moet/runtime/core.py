@@ -17,8 +17,16 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol, cast
 
+import msgspec
+
 from moet.config import CacheConfig, SchedulerConfig
-from moet.errors import ConfigError, ContextLengthError, OverloadedError, RequestError
+from moet.errors import (
+    CapacityError,
+    ConfigError,
+    ContextLengthError,
+    OverloadedError,
+    RequestError,
+)
 from moet.models.base import DraftingModel, ExpertProvider, KVCacheSpec, Model
 from moet.runtime.batch import Batch, StepResult
 from moet.runtime.device_runner import DeviceModel, DeviceRunner, Placement
@@ -102,7 +110,7 @@ class EngineCore:
         keeps_snapshots = snapshot_bytes > 0 and cache.prefix_cache != "off"
         num_preempt_blocks = cache.host_budget_bytes // max(spec.bytes_per_page, 1)
         num_cache_blocks = host_cache_blocks(cache, spec, window)
-        kv = KVCache(
+        kv = self._kv = KVCache(
             spec,
             num_pages=num_pages,
             num_seq_slots=num_seqs,
@@ -381,22 +389,69 @@ class EngineCore:
         """Forget every page that no sequence holds, and find none of the others again."""
         self._scheduler.memory.clear_cache()
 
-    def tune_experts(self, *, tau: float | None, pool_bytes: int | None) -> None:
-        """Change the gate's tau or the expert pool, once the steps in flight are over.
+    def tune_experts(
+        self, *, tau: float | None, pool_bytes: int | None, kv_bytes: int | None = None
+    ) -> None:
+        """Change the gate's tau, the expert pool or the pages, once the steps in flight are over.
 
-        Raises RequestError; nothing has changed then.
+        kv_bytes: of pages, whose content is forgotten; while no request is under way. Raises
+        RequestError; what was asked for has not changed then, but pages that were to give room.
         """
-        if self._served is None:
+        served, num_pages = self._served, None
+        if served is None and kv_bytes is None:
             raise RequestError("this engine's experts have nothing that may be changed")
+        if served is None and (tau is not None or pool_bytes is not None):
+            raise RequestError("this engine's experts have nothing that may be changed")
+        if kv_bytes is not None:
+            num_pages = self._num_pages(kv_bytes)
         wait([future for _, future in self._in_flight if isinstance(future, Future)])
-        runner = self._launcher if pool_bytes is not None else None
+        runner = None if pool_bytes is kv_bytes is None else self._launcher
         if runner is not None:
             runner.settle()
+        gives_room = num_pages is not None and num_pages < self._info.num_pages
         try:
-            self._served.tune(tau=tau, pool_bytes=pool_bytes)
+            if num_pages is not None and gives_room:
+                self._resize_pages(num_pages)
+            if served is not None:
+                served.tune(tau=tau, pool_bytes=pool_bytes)
+            if num_pages is not None and not gives_room:
+                self._resize_pages(num_pages)
         finally:
-            if self._served.take_moved() and runner is not None:
+            has_moved = served is not None and served.take_moved()
+            if runner is not None and (has_moved or num_pages is not None):
                 runner.capture_again()
+
+    def _num_pages(self, kv_bytes: int) -> int:
+        """Pages of a new size. Raises RequestError if they cannot be had now."""
+        info, page_bytes = self._info, self._kv.block_bytes
+        num_pages = kv_bytes // page_bytes
+        needed = self._scheduler.memory.num_pages_for(info.max_model_len)
+        if num_pages < needed:
+            raise RequestError(
+                f"{kv_bytes} bytes are {num_pages} pages; a sequence of {info.max_model_len} "
+                f"tokens (--max-model-len) needs {needed}, {needed * page_bytes} bytes",
+                param="kv_gib",
+            )
+        if self.has_work:
+            raise RequestError(
+                "requests are under way; the pages can be changed while there are none",
+                param="kv_gib",
+            )
+        return num_pages
+
+    def _resize_pages(self, num_pages: int) -> None:
+        more = num_pages - self._info.num_pages
+        self.clear_prefix_cache()
+        try:
+            self._kv.resize(num_pages)
+        except CapacityError as error:
+            raise RequestError(str(error), param="kv_gib") from None
+        self._scheduler.memory.cache.pool.resize(num_pages)
+        self._info = msgspec.structs.replace(
+            self._info,
+            num_pages=num_pages,
+            kv_cache_bytes=self._info.kv_cache_bytes + more * self._kv.block_bytes,
+        )
 
     def shutdown(self) -> None:
         """Abort what is open, wait for the steps in flight and stop; events are dropped."""

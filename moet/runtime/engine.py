@@ -47,6 +47,7 @@ T = TypeVar("T")
 
 MAX_N = 128
 ANSWER_TIMEOUT_S = 10.0
+RESIZE_TIMEOUT_S = 120.0  # a GPU's steps are captured anew then
 MAX_IN_FLIGHT = 256  # requests that `generate` keeps open at a time
 
 
@@ -395,32 +396,40 @@ class Engine:
         *,
         tau: float | None = None,
         pool_bytes: int | None = None,
-        timeout_s: float = 60.0,
+        kv_bytes: int | None = None,
+        timeout_s: float = RESIZE_TIMEOUT_S,
     ) -> ExpertStats:
-        """Change the gate's tau, or the bytes of the expert pool, without a restart.
+        """Change the gate's tau, the bytes of the expert pool, or, while no request is under way,
+        those of the KV pages, without a restart.
 
-        Raises RequestError where that cannot be; nothing has changed then.
+        Raises RequestError where that cannot be, as EngineCore.tune_experts says.
         """
-        return self._host.expert_stats(tau=tau, pool_bytes=pool_bytes).result(timeout_s)
+        asked = self._host.expert_stats(tau=tau, pool_bytes=pool_bytes, kv_bytes=kv_bytes)
+        return asked.result(timeout_s)
 
     async def aexpert_stats(
-        self, *, tau: float | None = None, pool_bytes: int | None = None
+        self,
+        *,
+        tau: float | None = None,
+        pool_bytes: int | None = None,
+        kv_bytes: int | None = None,
     ) -> ExpertStats:
         """Where the experts are and how often they were asked for, taken between two steps.
 
         What is given is changed before, as by tune_experts.
         """
-        asked = self._host.expert_stats(tau=tau, pool_bytes=pool_bytes)
-        return await self._between_steps(asked)
+        asked = self._host.expert_stats(tau=tau, pool_bytes=pool_bytes, kv_bytes=kv_bytes)
+        resizes = pool_bytes is not None or kv_bytes is not None
+        return await self._between_steps(asked, RESIZE_TIMEOUT_S if resizes else ANSWER_TIMEOUT_S)
 
-    async def _between_steps(self, answer: Future[T]) -> T:
+    async def _between_steps(self, answer: Future[T], timeout_s: float = ANSWER_TIMEOUT_S) -> T:
         """Wait for the core's answer, unless a step keeps it from giving one."""
         wrapped = asyncio.wrap_future(answer)
         try:
-            return await asyncio.wait_for(asyncio.shield(wrapped), ANSWER_TIMEOUT_S)
+            return await asyncio.wait_for(asyncio.shield(wrapped), timeout_s)
         except TimeoutError:
             wrapped.add_done_callback(_read)
-            message = f"the step loop has not answered for {ANSWER_TIMEOUT_S:g} s"
+            message = f"the step loop has not answered for {timeout_s:g} s"
             raise OverloadedError(message, retry_after_s=5, unavailable=True) from None
 
     def close(self) -> None:

@@ -60,7 +60,9 @@ class Core(Protocol):
     def step(self) -> list[TokenEvent]: ...
     def stats(self) -> CoreStats: ...
     def expert_stats(self) -> ExpertStats: ...
-    def tune_experts(self, *, tau: float | None, pool_bytes: int | None) -> None: ...
+    def tune_experts(
+        self, *, tau: float | None, pool_bytes: int | None, kv_bytes: int | None
+    ) -> None: ...
     def activity(self) -> str: ...
     def info(self) -> CoreInfo: ...
     def check(self) -> None: ...
@@ -136,8 +138,9 @@ def _obey(
         elif isinstance(command, Ask):
             emit(Answer(command.ticket, core.stats()))
         else:
-            if command.tau is not None or command.pool_bytes is not None:
-                core.tune_experts(tau=command.tau, pool_bytes=command.pool_bytes)
+            tau, pool_bytes, kv_bytes = command.tau, command.pool_bytes, command.kv_bytes
+            if not (tau is pool_bytes is kv_bytes is None):
+                core.tune_experts(tau=tau, pool_bytes=pool_bytes, kv_bytes=kv_bytes)
             emit(ExpertAnswer(command.ticket, core.expert_stats()))
     except Exception as error:  # a refusal belongs to the one who asked
         emit(Refused(command.ticket, ErrorInfo.of(error)))
@@ -214,7 +217,11 @@ class Host:
         return future
 
     def expert_stats(
-        self, *, tau: float | None = None, pool_bytes: int | None = None
+        self,
+        *,
+        tau: float | None = None,
+        pool_bytes: int | None = None,
+        kv_bytes: int | None = None,
     ) -> Future[ExpertStats]:
         """Where the experts are and how often they were asked for, taken between two steps.
 
@@ -223,7 +230,7 @@ class Host:
         with self._lock:
             self._require_alive()
             ticket, future = self._new_ticket("")
-        self._send(AskExperts(ticket, tau, pool_bytes))
+        self._send(AskExperts(ticket, tau, pool_bytes, kv_bytes))
         return future
 
     def close(self, timeout_s: float = 10.0) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moet.errors import ConfigError
+from moet.errors import CapacityError, ConfigError
 from moet.models.base import KVCacheSpec, KVGroup
 
 PAGES_AT_ONCE = 32  # gathered on the device; bounds what that takes beside the pages
@@ -60,6 +60,30 @@ class KVCache:
         self._blocks = torch.zeros(shape, dtype=torch.uint8, pin_memory=pinned)
         held_bytes = sum(group.held_bytes for group in self._resumable)
         self._snapshots = torch.zeros((num_snapshots, held_bytes), dtype=torch.uint8, device=device)
+
+    def resize(self, num_pages: int) -> None:
+        """Another number of pages, empty ones; whoever captured steps must do so again.
+
+        Raises CapacityError if the device has no room; there are as many as before then.
+        """
+        old = self.tensors[self._paged[0].name].shape[1]
+        try:
+            self._allocate_pages(num_pages)
+        except torch.OutOfMemoryError as error:
+            self._allocate_pages(old)
+            wanted = num_pages * self.block_bytes
+            raise CapacityError(f"the device has no room for {wanted} bytes of pages") from error
+
+    def _allocate_pages(self, num_pages: int) -> None:
+        device = self._snapshots.device
+        for group in self._paged:
+            self.tensors[group.name] = torch.empty(0, dtype=torch.uint8, device=device)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        for group in self._paged:
+            shape = len(group.held_layers), num_pages, group.page_bytes
+            with torch.inference_mode(False):
+                self.tensors[group.name] = torch.zeros(shape, dtype=torch.uint8, device=device)
 
     def pages_to_host(self, pages: Sequence[int], blocks: Sequence[int]) -> None:
         """Copy page pages[i] of every paged group into host block blocks[i]."""

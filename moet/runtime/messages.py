@@ -92,6 +92,7 @@ class AskExperts(msgspec.Struct, frozen=True, tag=True):
     ticket: int
     tau: float | None = None
     pool_bytes: int | None = None
+    kv_bytes: int | None = None
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):

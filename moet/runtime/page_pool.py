@@ -55,6 +55,13 @@ class PagePool:
             if count == 0:
                 self._free.append(page)
 
+    def resize(self, num_pages: int) -> None:
+        """Another number of pages, while all are free."""
+        assert self.num_used == 0, "pages are in use"
+        self.num_pages = num_pages
+        self._ref_counts = [0] * num_pages
+        self._free = list(range(num_pages - 1, -1, -1))
+
     def check(self) -> None:
         """Raise AssertionError if a page is lost, free twice, or free and referenced."""
         free = set(self._free)

@@ -21,10 +21,12 @@ GIB = 1 << 30
 
 
 class ExpertTuning(msgspec.Struct, kw_only=True):
-    """POST /moe/settings. expert_pool_gib: device memory for experts of the default precision."""
+    """POST /moe/settings. expert_pool_gib: device memory for experts of the default precision.
+    kv_gib: for pages of the KV cache, while no request is under way."""
 
     tau: float | None = None
     expert_pool_gib: float | None = None
+    kv_gib: float | None = None
 
 
 class Status:
@@ -111,10 +113,16 @@ class Status:
         return json_response(msgspec.to_builtins(await self.engine.aexpert_stats()))
 
     async def tune_experts(self, request: Request) -> Response:
-        """Change the gate's tau or the expert pool between two steps; answers as /moe/stats."""
+        """Change the gate's tau, the expert pool or the pages between two steps; answers as
+        /moe/stats."""
         body = await self.bodies.read(request, ExpertTuning, {})
-        pool_bytes = None if body.expert_pool_gib is None else int(body.expert_pool_gib * GIB)
-        stats = await self.engine.aexpert_stats(tau=body.tau, pool_bytes=pool_bytes)
+        pool_bytes, kv_bytes = (
+            None if size is None else int(size * GIB)
+            for size in (body.expert_pool_gib, body.kv_gib)
+        )
+        stats = await self.engine.aexpert_stats(
+            tau=body.tau, pool_bytes=pool_bytes, kv_bytes=kv_bytes
+        )
         return json_response(msgspec.to_builtins(stats))
 
     async def version(self, request: Request) -> Response:

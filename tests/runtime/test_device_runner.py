@@ -139,6 +139,17 @@ def test_steps_are_captured_anew_where_experts_have_moved(pool_bytes: int) -> No
         found.setdefault(key, []).extend(rest)
     assert {key: _facts(events) for key, events in found.items()} == expected
     core.check()
+    num_pages, page_bytes = core.info().num_pages, core._kv.block_bytes
+    with pytest.raises(RequestError, match="1 pages; a sequence of"):
+        core.tune_experts(tau=None, pool_bytes=None, kv_bytes=page_bytes)
+    for size in (2 * num_pages, num_pages - 1):
+        core.tune_experts(tau=None, pool_bytes=None, kv_bytes=size * page_bytes + 1)
+        assert core.info().num_pages == size
+        assert facts(core, REQUESTS) == expected
+        core.check()
+    core.submit(REQUESTS[0])
+    with pytest.raises(RequestError, match="under way"):
+        core.tune_experts(tau=None, pool_bytes=None, kv_bytes=num_pages * page_bytes)
     core.shutdown()
 
 

@@ -7,18 +7,22 @@ from tests.server.serving import serving
 
 
 def test_tau_and_pool_reach_the_core_and_the_books_come_back() -> None:
-    asked: list[tuple[float | None, int | None]] = []
+    asked: list[dict[str, float | None]] = []
     with serving() as api:
-        api.core.tune_experts = lambda *, tau, pool_bytes: asked.append((tau, pool_bytes))
+        api.core.tune_experts = lambda **settings: asked.append(settings)
         answer = api.post("/moe/settings", {"tau": 0.5, "expert_pool_gib": 2})
         assert answer.status_code == 200
         assert len(answer.json()["layers"]) == 2
         assert api.post("/moe/settings", {}).status_code == 200
-    assert asked == [(0.5, 2 << 30)]
+        api.post("/moe/settings", {"kv_gib": 0.5})
+    assert asked == [
+        {"tau": 0.5, "pool_bytes": 2 << 30, "kv_bytes": None},
+        {"tau": None, "pool_bytes": None, "kv_bytes": 1 << 29},
+    ]
 
 
 def test_a_refusal_names_the_field() -> None:
-    def refuse(*, tau: float | None, pool_bytes: int | None) -> None:
+    def refuse(*, tau: float | None, pool_bytes: int | None, kv_bytes: int | None) -> None:
         raise RequestError(f"tau is {tau}; it must be from 0 to 1", param="tau")
 
     with serving() as api:

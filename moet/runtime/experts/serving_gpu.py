@@ -201,6 +201,7 @@ class DeviceServed:
         device = self._source.gpu.torch_device
         if more_bytes <= 0 or device.type != "cuda":
             return
+        torch.cuda.empty_cache()
         free_bytes = torch.cuda.mem_get_info(device)[0] - RESIZE_RESERVE_BYTES
         if more_bytes > free_bytes:
             raise RequestError(

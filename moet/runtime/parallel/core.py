@@ -10,6 +10,7 @@ import logging
 from collections import deque
 from dataclasses import dataclass
 
+from moet.errors import RequestError
 from moet.runtime.batch import Batch, StepResult
 from moet.runtime.core import EngineCore, PendingResult
 from moet.runtime.parallel.group import Group
@@ -47,6 +48,12 @@ class LeadingCore(EngineCore):
         except GroupError:
             self._ranks.kill()
             raise
+
+    def tune_experts(
+        self, *, tau: float | None, pool_bytes: int | None, kv_bytes: int | None = None
+    ) -> None:
+        """Refused: the other ranks would not hear of it."""
+        raise RequestError("several ranks keep their sizes while they serve; start with others")
 
     def run(self, batch: Batch) -> StepResult:
         """Carry out a batch on every rank."""
