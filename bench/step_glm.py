@@ -31,9 +31,10 @@ from moet.config import ModelSettings
 from moet.kernels import triton_mla_attention
 from moet.kernels.device_gemm import Device
 from moet.kernels.quant import Activations
-from moet.kernels.registry import GPU_ARCHS, watching
+from moet.kernels.registry import watching
 from moet.models.base import ForwardInput
 from moet.models.dummy import DummyOptions
+from moet.models.glm_moe_dsa import GlmMoeDsa
 from moet.models.glm_moe_dsa_config import GlmMoeDsaConfig
 from moet.models.synthetic_glm import MODEL_NAME
 from moet.runtime.device_runner import Placement
@@ -41,7 +42,7 @@ from moet.runtime.dummy import DummyModel, dummy_model, preset_config
 from moet.runtime.queues import CudaGraphs, CudaQueue
 
 RESULTS = Path(__file__).parent / "results" / "step_glm.json"
-PARTS = ("exact", "decode", "ops", "prompts", "long")
+PARTS = ("exact", "variants", "decode", "ops", "prompts", "long")
 CONTEXT, LONG = 1024, 262_144
 DECODE = ((1, 1), (1, 3), (8, 1), (32, 1))
 EXACT_TOKENS = 2600  # more than are selected, so that the last rows choose
@@ -159,6 +160,59 @@ def exact_rows(bench: Bench, made: DummyModel, device: Device, tracer: Tracer) -
             bench.add(f"exact, {name}: of the last 4 rows differ", num_off, "rows", note=note)
 
 
+def variant_rows(bench: Bench, made: DummyModel, device: Device, num_steps: int) -> None:
+    """Ways to run a decode step side by side: what they take, and whether logits are the same."""
+    kept = dict(triton_mla_attention.HEADS_APART)
+    assert isinstance(made.model, GlmMoeDsa)
+    layers = [layer.moe for layer in made.model.layers if layer.moe is not None]
+    ids = torch.randint(0, made.model.vocab_size, (CONTEXT + 7,))
+    first: Tensor | None = None
+    for heads, unsummed in ((None, False), (16, False), (None, True), (16, True)):
+        what = f"{heads or 'bound'} heads a program, experts summed "
+        what += "by the norm" if unsummed else "by a launch"
+        with bench.part(f"variant: {what}"):
+            each = kept if heads is None else dict.fromkeys(kept, heads)
+            triton_mla_attention.HEADS_APART.update(each)
+            for moe in layers:
+                moe.unsummed = unsummed
+            steps, start, logits = Steps(made, device, len(ids)), CONTEXT, []
+            steps.run(ids[:start], 0)
+            for size in (1, 3, 1, 2):
+                logits.append(steps.run(ids[start : start + size], start))
+                start += size
+            found = torch.cat(logits)
+            first = found if first is None else first
+            num_off = int((found != first).any(1).sum())
+            note = f"{num_off} of {len(found)} rows differ; fault {int(device.error)}"
+            device.error.zero_()
+            rig = rig_of(made, device, num_seqs=8, longest=2048)
+            for num_seqs, num_rows in ((1, 1), (1, 3), (8, 1)):
+                shape = Shape(num_seqs=num_seqs, num_rows=num_rows, context=CONTEXT)
+                times = rig.time_steps(shape, num_steps)
+                case = f"{num_seqs} streams, {num_rows} rows, {what}"
+                bench.add(case, times.step_ms, "ms/step", note=note)
+            del rig
+    triton_mla_attention.HEADS_APART.update(kept)
+    for moe in layers:
+        moe.unsummed = False
+
+
+def rig_of(made: DummyModel, device: Device, *, num_seqs: int, longest: int) -> DeviceRig:
+    """State and prompts of some sequences, of which the first may be long."""
+    queue = CudaQueue()
+    rig = DeviceRig(
+        made.model,  # type: ignore[arg-type]
+        made.experts,
+        Placement(queue, CudaGraphs(queue), device.error, device.arch),
+        num_seqs=num_seqs,
+        num_rows=max(rows for _, rows in DECODE),
+        longest=longest,
+        others=CONTEXT,
+    )
+    rig.fill()
+    return rig
+
+
 def decode_rows(bench: Bench, rig: DeviceRig, layers: int, num_steps: int) -> None:
     """Steps by streams and rows, at the usual context."""
     for num_seqs, num_rows in DECODE:
@@ -191,18 +245,11 @@ def rig_rows(
     recorder: OpRecorder,
     args: argparse.Namespace,
 ) -> None:
-    queue, rig = CudaQueue(), None
+    rig = None
     with bench.part("state and prompts of 32 sequences"):
-        rig = DeviceRig(
-            made.model,  # type: ignore[arg-type]
-            made.experts,
-            Placement(queue, CudaGraphs(queue), device.error, device.arch),
-            num_seqs=max(streams for streams, _ in DECODE),
-            num_rows=max(rows for _, rows in DECODE),
-            longest=LONG if "long" in args.parts else 8192,
-            others=CONTEXT,
-        )
-        rig.fill()
+        num_seqs = max(streams for streams, _ in DECODE)
+        longest = LONG if "long" in args.parts else 8192
+        rig = rig_of(made, device, num_seqs=num_seqs, longest=longest)
     if rig is None:
         return
     if "decode" in args.parts:
@@ -225,7 +272,6 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kv", choices=("fp8", "nvfp4"), default="nvfp4")
     parser.add_argument("--dense", choices=("fp8", "bf16"), default="fp8")
     parser.add_argument("--steps", type=int, default=30, help="timed steps of each row")
-    parser.add_argument("--heads", type=int, help="of a program that attends to one tile, to try")
     parser.add_argument("--commit", default="", help="what to call the sources that are measured")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args(given)
@@ -236,8 +282,6 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s", stream=sys.stdout)
     args = arguments()
-    if args.heads is not None:
-        triton_mla_attention.HEADS_APART = dict.fromkeys(GPU_ARCHS, args.heads)
     torch.manual_seed(0)
     device = open_gpu()
     began_s = perf_counter()
@@ -269,7 +313,9 @@ def main() -> None:
     bench.add("making the weights", perf_counter() - began_s, "s", note=note)
     if "exact" in args.parts:
         exact_rows(bench, made, device, tracer)
-    if set(args.parts) - {"exact"}:
+    if "variants" in args.parts:
+        variant_rows(bench, made, device, args.steps)
+    if set(args.parts) - {"exact", "variants"}:
         rig_rows(bench, made, device, recorder, args)
     bench.add("all of this", perf_counter() - began_s, "s")
     bench.write()

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from moet.kernels.comm import RankPart, added
+from moet.kernels.mixture import Mixture
 from moet.kernels.quant import Activations
 from moet.kernels.registry import GPU_ARCHS, op
 from moet.kernels.scalars import scalar
@@ -40,12 +41,12 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float) -> Tensor
 
 @op(tolerance=2**-7)
 def add_rms_norm(
-    x: Tensor, y: Tensor | RankPart | None, weight: Tensor, *, eps: float
+    x: Tensor, y: Tensor | RankPart | Mixture | None, weight: Tensor, *, eps: float
 ) -> tuple[Tensor, Activations]:
     """A sublayer's output joins the residual stream, which is then normed for the next sublayer.
 
-    x: [n, dim] fp32 or bf16; y: the same, maybe what ranks have parts of, or None if nothing
-    joins. weight: [dim] fp32. Returns
+    x: [n, dim] fp32 or bf16; y: the same, maybe what ranks have parts of or a mixture that is not
+    summed, or None if nothing joins. weight: [dim] fp32. Returns
     x + y, rounded once, and its norm, both in the dtype of x; on a GPU steps of few rows have codes
     of the norm, too, if dim is a multiple of 128.
     """

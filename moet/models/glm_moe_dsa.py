@@ -51,6 +51,8 @@ from moet.models.sharding import WHOLE, Shard, divide_glm_moe_dsa, glm_moe_dsa_l
 from moet.models.step import Place, step_rows
 
 PAGE_SIZE = 64  # tokens
+Sublayer = Tensor | RankPart | Mixture
+"""What a sublayer made: [n, hidden], maybe not summed yet."""
 
 
 class Step:
@@ -233,7 +235,7 @@ class AddNorm:
         self.eps = config.rms_norm_eps
         self._op = add_rms_norm.bind(arch=weights.settings.arch)
 
-    def __call__(self, x: Tensor, y: Tensor | RankPart | None) -> tuple[Tensor, Activations]:
+    def __call__(self, x: Tensor, y: Sublayer | None) -> tuple[Tensor, Activations]:
         """x: [n, hidden], the stream; y: what joins it. Returns the stream and its norm."""
         return self._op(x, y, self.weight, eps=self.eps)
 
@@ -270,11 +272,11 @@ class DecoderLayer:
     def __call__(
         self,
         x: Tensor,
-        y: Tensor | RankPart | None,
+        y: Sublayer | None,
         step: Step,
         selection: Tensor | None,
         experts: ExpertProvider,
-    ) -> tuple[Tensor, Tensor | RankPart, Tensor]:
+    ) -> tuple[Tensor, Sublayer, Tensor]:
         """x: [n, hidden], the residual stream, and y, what is still to join it, if anything.
 
         Returns both as they are behind the layer, and the selection that was used.
@@ -285,9 +287,7 @@ class DecoderLayer:
         if self.mlp is not None:
             return x, self.mlp(normed), selection
         assert self.moe is not None
-        out = self.moe(normed, step.token_ids, step.rows.positions, experts)
-        assert not isinstance(out, Mixture)  # which was not asked for
-        return x, out, selection
+        return x, self.moe(normed, step.token_ids, step.rows.positions, experts), selection
 
 
 def _mlp(weights: Weights, hidden: int, width: int) -> SwigluMlp:
@@ -512,7 +512,7 @@ class GlmMoeDsa:
         """
         step = Step(token_ids, rows, kv, self.frequencies)
         x = self._enter(token_ids)
-        y: Tensor | RankPart | None = None
+        y: Sublayer | None = None
         selection: Tensor | None = None
         for layer in self.layers:
             inherited = None if layer.owns_indexer else selection

@@ -79,10 +79,11 @@ def launches(arch: str) -> list[Launch]:
         caught.setdefault(key, (self, values, options))
 
     original, JITFunction.run = JITFunction.run, record
-    modules = (triton_attention, triton_mla_attention)
-    heads = [dict(module.HEADS_EACH) for module in modules]
-    for module, each in zip(modules, heads, strict=True):
-        module.HEADS_EACH["sm90a"] = each[arch]  # what is not on a GPU counts as sm90a
+    mla = triton_mla_attention
+    heads = [triton_attention.HEADS_EACH, mla.HEADS_EACH, mla.HEADS_APART]
+    kept = [dict(each) for each in heads]
+    for each in heads:
+        each["sm90a"] = each[arch]  # what is not on a GPU counts as sm90a
     try:
         cpu = torch.device("cpu")
         for step in (
@@ -98,8 +99,8 @@ def launches(arch: str) -> list[Launch]:
                 call()
     finally:
         JITFunction.run = original
-        for module, each in zip(modules, heads, strict=True):
-            module.HEADS_EACH.update(each)
+        for each, values in zip(heads, kept, strict=True):
+            each.update(values)
     return list(caught.values())
 
 

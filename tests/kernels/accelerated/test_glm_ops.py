@@ -11,6 +11,7 @@ from torch import Tensor
 from moet.kernels import triton_indexer, triton_mla, triton_mla_attention
 from moet.kernels.cache import Cache, PlanedFormat
 from moet.kernels.indexer import index_select
+from moet.kernels.mixture import Mixture
 from moet.kernels.mla_attention import (
     HeadMatrices,
     IndexKeys,
@@ -66,6 +67,20 @@ def angles(rows: Rows) -> tuple[Tensor, Tensor]:
     return rope_cos_sin(rows.positions, frequencies)
 
 
+def mixture(n: int, dim: int, device: torch.device) -> Mixture:
+    """Three experts a row, of which a fill row has none."""
+    parts, shared = bf16(n, 3, dim, device=device), bf16(n, dim, device=device)
+    weights, ids = fp32(n, 3, device=device), torch.ones(n, 3, dtype=torch.int64, device=device)
+    ids[1:2] = -1
+
+    def add() -> Tensor:
+        each = parts.float() * weights.unsqueeze(2)
+        routed = (each[:, 0] + each[:, 1]) + each[:, 2]
+        return (routed.where(ids[:, :1] >= 0, 0.0) + shared.float()).bfloat16()
+
+    return Mixture(parts.view(-1, dim), shared, weights, ids, add)
+
+
 @pytest.mark.parametrize("n", [0, 3, 5])
 def test_residual_and_norm(n: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_mla, "CODED_ROWS", 4)
@@ -75,7 +90,7 @@ def test_residual_and_norm(n: int, device: torch.device, monkeypatch: pytest.Mon
         bf16(n, dim, device=device),
         fp32(dim, device=device),
     )
-    for joins in (y, None):
+    for joins in (y, None, mixture(n, dim, device)):
         total, normed = triton_mla.add_rms_norm(x, joins, weight, eps=EPS)
         want_total, want = add_rms_norm(x, joins, weight, eps=EPS)
         assert torch.equal(total, want_total)
