@@ -21,6 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from multiprocessing.context import SpawnProcess
 from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -116,7 +117,8 @@ def run(
     found: Findings = context.Queue()
     written = time.monotonic()
     end = written + deadline_s
-    waiting, running = list(reversed(jobs)), {}
+    waiting = list(reversed(jobs))
+    running: dict[Job, SpawnProcess] = {}
     while (waiting or running) and time.monotonic() < end:
         while waiting and len(running) < at_a_time:
             job = waiting.pop()
@@ -179,6 +181,15 @@ def missing(models: Models, families: Iterable[Family], longest: int) -> list[st
     return gaps
 
 
+def in_order(models: Models) -> Models:
+    """The same without variants that are no longer asked, the others as they stand here."""
+    return {
+        family: {v.name: models[family][v.name] for v in asked if v.name in models[family]}
+        for family, asked in VARIANTS.items()
+        if family in models
+    }
+
+
 def _in(row: dict[str, Any], section: str) -> dict[str, Any]:
     return row.get(section) or {}
 
@@ -198,7 +209,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     old = json.loads(args.out.read_text()) if args.out.exists() and not args.fresh else {}
-    models: Models = old.get("models", {})
+    models = in_order(old.get("models", {}))
     if args.plot:
         plot(models, args.out.parent)
         return
@@ -231,8 +242,10 @@ def main() -> None:
     hardware = f"{results.this_machine()}, {args.jobs} processes of one thread"
 
     def write() -> None:
-        more = {"models": models, "not measured": missing(models, folders, args.longest)}
-        report = results.report(command, judged(models), hardware=hardware, more=more)
+        more: dict[str, Any] = {"not measured": missing(models, folders, args.longest)}
+        more["models"] = in_order(models)
+        rows = judged(more["models"])
+        report = results.report(command, rows, hardware=hardware, more=more)
         results.write(args.out, report)
 
     run(jobs, models, at_a_time=args.jobs, deadline_s=args.deadline_s, write=write)

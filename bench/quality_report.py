@@ -92,13 +92,16 @@ def plot(models: Models, folder: Path) -> None:
     from matplotlib import pyplot
 
     for family, variants in models.items():
-        figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(17, 4.5))
+        figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(17, 5.5))
+        colours = pyplot.get_cmap("tab20").colors  # type: ignore[attr-defined]
+        for axis in (left, middle, right):
+            axis.set_prop_cycle(color=colours)
         width, tasks = 0.8 / max(len(variants), 1), [*TASKS, STRICT]
         for idx, (name, row) in enumerate(variants.items()):
             done = row.get("tasks", {})
             at = [x + idx * width for x, task in enumerate(tasks) if task in done]
             values = [done[task]["right"] for task in tasks if task in done]
-            left.bar(at, values, width, label=name)
+            left.bar(at, values, width, label=name, color=colours[idx])
             needle = sorted((int(n), each["right"]) for n, each in row.get("needle", {}).items())
             middle.plot([n for n, _ in needle], [share for _, share in needle], marker="o")
             held = row.get("drafts", {}).get("held", [])
@@ -111,8 +114,8 @@ def plot(models: Models, folder: Path) -> None:
         right.set_ylabel("share of steps in which it held")
         for axis in (left, middle, right):
             axis.set_ylim(0, 1.05)
-        left.legend(fontsize=7)
         figure.suptitle(f"{family} demo model, greedy answers to held-out questions")
-        figure.tight_layout()
+        figure.legend(*left.get_legend_handles_labels(), loc="lower center", ncols=7)
+        figure.tight_layout(rect=(0, 0.1, 1, 1))
         figure.savefig(folder / f"quality-{family}.png", dpi=110)
         pyplot.close(figure)
