@@ -8,8 +8,14 @@ from typing import Any, Literal
 from bench.quality_tasks import STRICT, TASKS
 from moet.bench import results
 
-OFFICIAL_TARGETS = {"sum": 0.9, "problem": 0.9, "tool_call": 0.95, STRICT: 0.95, "needle": 0.95}
-FIRST_DRAFT_TARGET = 0.7
+OFFICIAL_TARGETS = {
+    "sum": 0.9,
+    "problem": 0.9,
+    "tool_call": 0.95,
+    STRICT: 0.95,
+    "needle": 0.95,
+    "draft": 0.7,
+}
 SPEED_TARGET = 20.0  # tokens a second
 KEPT = {"w2": 0.9, "fp4": 0.99, "gate": 0.99}  # of what the official precision reaches
 
@@ -57,8 +63,11 @@ def shares(measured: dict[str, Any]) -> dict[str, float]:
 
 def _target(variant: str, case: str, official: dict[str, float]) -> float | None:
     kind = case.split()[0]
+    # A gate discards drafts behind an uncertain row, so theirs say little; only first ones count.
+    if kind == "draft" and (case != "draft 1" or variant.startswith("gate")):
+        return None
     if variant == "official":
-        return FIRST_DRAFT_TARGET if case == "draft 1" else OFFICIAL_TARGETS.get(kind)
+        return OFFICIAL_TARGETS.get(kind)
     kept = KEPT.get(variant.split()[0])
     return None if kept is None or case not in official else kept * official[case]
 
