@@ -111,16 +111,22 @@ def report(
     """Scores per task, of needles among few by length and depth, and of codes among many."""
     rng = random.Random(11)
     found: dict[str, Any] = {}
+
+    def add(name: str, samples: list[Sample], length: int) -> None:
+        found[name] = score(model, renderer, samples, length, device)
+        print(f"{name}: {found[name]['exact']:.3f}", flush=True)  # a run may end before the last
+
+    for num_words, length in ((600, 1024), (1300, 2048), (2600, 4096), (5300, 8192)):
+        samples = [draw(_codes(num_words), rng, held_out=True) for _ in range(num_samples // 4)]
+        add(f"codes_{length}", samples, length)
+    rng = random.Random(11)
     for name, generate in TASKS.items():
-        samples = [draw(generate, rng, held_out=True) for _ in range(num_samples)]
-        found[name] = score(model, renderer, samples, 1024, device)
+        add(name, [draw(generate, rng, held_out=True) for _ in range(num_samples)], 1024)
     for num_words, length in ((600, 1024), (1300, 2048), (2600, 4096), (5300, 8192)):
         samples = []
         while len(samples) < num_samples // 4:
             sample = retrieval.needle(rng, num_words, depth=(len(samples) + 0.5) * 4 / num_samples)
             if sample.held_out:
                 samples.append(sample)
-        found[f"needle_{length}"] = score(model, renderer, samples, length, device)
-        samples = [draw(_codes(num_words), rng, held_out=True) for _ in range(num_samples // 4)]
-        found[f"codes_{length}"] = score(model, renderer, samples, length, device)
+        add(f"needle_{length}", samples, length)
     return found
