@@ -3,7 +3,7 @@
     python -m bench.step_variants [--layers N] [--steps N] [--out FILE]
 
 Every variant is checked: logits and state, launched piece by piece, and the state that captured
-steps leave must equal the plain way's bit for bit.
+steps leave must equal the plain way's bit for bit. Prompts are compared, too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import argparse
 import json
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -31,8 +30,6 @@ from moet.kernels import (
     ahead,
     device_gemm,
     device_streams,
-    paired_experts,
-    projections,
     triton_attention,
     triton_attention_inputs,
     triton_rows,
@@ -44,8 +41,8 @@ from moet.runtime.device_runner import Placement
 from moet.runtime.dummy import dummy_model, preset_config
 from moet.runtime.queues import CudaGraphs, CudaQueue
 
-FEW = ((1, 1), (1, 3), (8, 1))
-ALL = (*FEW, (32, 1))
+SHAPES = ((1, 1), (1, 3), (4, 1))
+NUM_SEQS = max(seqs for seqs, _ in SHAPES)
 CONTEXT = 1024
 Change = Callable[[DeepseekV4], None]
 
@@ -60,21 +57,9 @@ def reading(model: DeepseekV4) -> None:
     triton_rows.EARLY = triton_attention_inputs.EARLY = True
 
 
-def asking(model: DeepseekV4) -> None:
-    """The groups' product asks for what its rings do not hold."""
-    device_gemm.GROUPS_AHEAD = ahead.WIDE
-
-
 def deep(model: DeepseekV4) -> None:
     """Its rings are as deep as memory allows."""
     device_gemm.GROUPS_AHEAD = ahead.DEEP
-
-
-def following(model: DeepseekV4) -> None:
-    """It asks for the weights of the product behind it, too."""
-    for layer in model.layers:
-        attn = layer.attn
-        attn.wo_a.weight = replace(attn.wo_a.weight, following=attn.wo_b.weight.stored.plane)
 
 
 def held(model: DeepseekV4) -> None:
@@ -88,45 +73,30 @@ def mixing(model: DeepseekV4) -> None:
         layer.ffn.unsummed = True
 
 
-def tables(model: DeepseekV4) -> None:
-    """Whoever chooses experts asks for its tables at once."""
-    paired_experts.BEGIN_STAGES = {"pair_begin_asking": 4, "pair_begin_small": 1}
+def clustered(model: DeepseekV4) -> None:
+    """A cluster takes a row of streams."""
+    device_streams.CLUSTERS = True
 
 
-def projecting(model: DeepseekV4) -> None:
-    """The first products ask for what their rings do not hold."""
-    projections.AHEAD = True
-
-
-ALL_BUT_FOLLOWING = "early, reading, deep, held, mixing, tables, projecting"
-EVERYTHING = "early, reading, deep, following, held, mixing, tables, projecting"
 VARIANTS: dict[str, list[Change]] = {
     "plain": [],
+    "plain again": [],
     "held": [held],
     "held, mixing": [held, mixing],
-    "tables": [tables],
-    "projecting": [projecting],
-    "early": [early],
-    "early, reading": [early, reading],
-    "early, asking": [early, asking],
-    "early, deep": [early, deep],
-    "early, deep, following": [early, deep, following],
-    ALL_BUT_FOLLOWING: [early, reading, deep, held, mixing, tables, projecting],
-    EVERYTHING: [early, reading, deep, following, held, mixing, tables, projecting],
+    "clustered, mixing": [clustered, mixing],
+    "early": [early, reading],
+    "early, clustered, mixing": [early, reading, clustered, mixing],
+    "early, held, mixing": [early, reading, held, mixing],
+    "early, deep": [early, reading, deep],
 }
-
-
-WHOLE = ("plain", ALL_BUT_FOLLOWING, EVERYTHING)
 LONG = ("kernels us", "timeline")
 
 
 def plain(model: DeepseekV4) -> None:
     triton_attention.EARLY = triton_rows.EARLY = triton_attention_inputs.EARLY = False
     device_gemm.GROUPS_AHEAD = None
-    paired_experts.BEGIN_STAGES = {"pair_begin": 4, "pair_begin_small": 1}
-    device_streams.HELD = projections.AHEAD = False
+    device_streams.HELD = device_streams.CLUSTERS = False
     for layer in model.layers:
-        layer.attn.wo_a.weight = replace(layer.attn.wo_a.weight, following=None)
         layer.ffn.unsummed = False
 
 
@@ -143,6 +113,22 @@ def bits(model: DeepseekV4, experts: Any) -> list[torch.Tensor]:
     return [*found, *kv.values()]
 
 
+def state_of(rig: DeviceRig) -> dict[str, torch.Tensor]:
+    return {**rig.kv.tensors, "last_token": rig.sampler.last_token}
+
+
+def differences(
+    found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
+) -> dict[str, dict[str, Any]]:
+    """Of the tensors that differ: how many elements, and the first places."""
+    said = {}
+    for key, tensor in found.items():
+        places = (tensor != wanted[key]).nonzero()
+        if len(places):
+            said[key] = {"count": len(places), "first": places[:3].tolist()}
+    return said
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int)
@@ -156,7 +142,8 @@ def main() -> None:
     assert isinstance(model, DeepseekV4)
     plain(model)
     wanted = bits(model, made.experts)
-    left: list[torch.Tensor] = []  # by the captured steps of the plain way
+    filled: dict[str, torch.Tensor] = {}  # by prompts of the plain way
+    left: dict[tuple[int, int], dict[str, torch.Tensor]] = {}  # by its captured steps
     for name, changes in VARIANTS.items():
         began_s = perf_counter()
         try:
@@ -171,27 +158,34 @@ def main() -> None:
                 model,
                 made.experts,
                 Placement(queue, CudaGraphs(queue), device.error, device.arch),
-                num_seqs=32,
+                num_seqs=NUM_SEQS,
                 num_rows=3,
                 longest=CONTEXT,
                 others=CONTEXT,
             )
             rig.fill()
-            for seqs, rows in ALL if name in WHOLE else FEW:
+            torch.cuda.synchronize()
+            states = state_of(rig)
+            if not filled:
+                filled = {key: tensor.clone() for key, tensor in states.items()}
+            entry["filled otherwise"] = differences(states, filled)
+            for key, tensor in states.items():  # whatever prompts do, steps begin alike
+                tensor.copy_(filled[key])
+            torch.cuda.synchronize()
+            for seqs, rows in SHAPES:
                 shape = Shape(num_seqs=seqs, num_rows=rows, context=CONTEXT)
                 entry[f"{seqs} x {rows} ms"] = round(rig.time_steps(shape, args.steps).step_ms, 4)
-                if (seqs, rows) == FEW[-1]:
-                    state_left = [*rig.kv.tensors.values(), rig.sampler.last_token]
-                    left = left or [tensor.clone() for tensor in state_left]
-                    same = all(torch.equal(a, b) for a, b in zip(state_left, left, strict=True))
-                    entry["same bits captured"] = same
-            if name in WHOLE:
-                replay = partial(rig.replay, Shape(num_seqs=1, num_rows=1, context=CONTEXT))
-                entry["timeline"] = timeline(replay)
+                case = left.setdefault((seqs, rows), {})
+                for key, tensor in states.items():
+                    case.setdefault(key, tensor.clone())
+                entry[f"{seqs} x {rows} left otherwise"] = differences(states, case)
+            replay = partial(rig.replay, Shape(num_seqs=1, num_rows=1, context=CONTEXT))
+            entry["timeline"] = timeline(replay)
+            if not changes:
                 kernels = profile_kernels(replay)
                 entry["launches"] = sum(kernel.num_launches for kernel in kernels)
                 entry["kernels us"] = {k.name[:60]: round(k.time_us, 1) for k in kernels[:24]}
-                del replay
+            del replay, states, tensor
             del rig
         except Exception:
             entry = {"failed": traceback.format_exc(limit=-5)}

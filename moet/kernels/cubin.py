@@ -16,6 +16,7 @@ import torch
 from moet.errors import CubinError
 
 MOST_CONFIGS = 4096
+PORTABLE_CLUSTER = 8  # CTAs
 ARCH_OF_CAPABILITY = {(9, 0): "sm90a", (12, 0): "sm120a"}
 
 
@@ -112,10 +113,12 @@ class Kernels:
         found = self._driver.cuLibraryGetKernel(self._libraries[source], kernel.encode())
         return self._checked(self._driver.cuKernelGetFunction(self._checked(found, kernel)), kernel)
 
-    def _function(self, kernel: str, shared_bytes: int) -> Any:
+    def _function(self, kernel: str, shared_bytes: int, cluster: int) -> Any:
         found, allowed = self._functions.get(kernel, (None, 0))
         if found is None:
             found = self._load(kernel)
+            if cluster > PORTABLE_CLUSTER:
+                self._allow_clusters(found, kernel)
         if shared_bytes > allowed:
             attribute = self._driver.CUfunction_attribute
             allowed = shared_bytes
@@ -127,6 +130,12 @@ class Kernels:
             )
         self._functions[kernel] = (found, allowed)
         return found
+
+    def _allow_clusters(self, function: Any, kernel: str) -> None:
+        """Of more CTAs than every device can run at the same time."""
+        attribute = self._driver.CUfunction_attribute
+        size = attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+        self._checked(self._driver.cuFuncSetAttribute(function, size, 1), kernel)
 
     def launch(
         self,
@@ -145,7 +154,7 @@ class Kernels:
         for that one itself before it reads what that one wrote. cluster: CTAs, neighbours in x,
         that run at the same time and may read each other's shared memory.
         """
-        function = self._function(name, shared_bytes)
+        function = self._function(name, shared_bytes, cluster)
         stream = torch.cuda.current_stream(self.device).cuda_stream
         config = self._config(grid, threads, shared_bytes, stream, overlap, cluster)
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))

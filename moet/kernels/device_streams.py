@@ -26,7 +26,9 @@ STEP_THREADS, TILE_THREADS = 288, 256
 STEP_SHARED, TILE_SHARED = (9 * PARTS + 4) * 4, 24 * MULT * BLOCK * 4
 STEP_GROUPS = 4  # of rows, which read the weights once each
 TILE_PASS = 32  # rows that the warps of a CTA take at once
-HELD = False  # whether few rows' launches read what they finish with before y is there
+CLUSTER_CTAS, CLUSTER_DIM, CLUSTER_SHARED = 16, 4096, 4096
+CLUSTERS = False  # whether a cluster takes a row
+HELD = False  # whether one row's launches read what they finish with before y is there
 
 POINTERS = (
     "y streams post mix fn base scale weight mixed partial counters x codes code_scale next_post "
@@ -154,11 +156,21 @@ def _launch(device: Device, args: StreamsArgs) -> None:
     fused = args.rows <= FUSED_ROWS
     if fused:
         args.counters = device.counters.data_ptr()
-    if args.rows <= TILED_ROWS or args.outs != MULT * (2 + MULT):
+    clusters = CLUSTERS and device.arch == "sm90a" and not args.peers.ranks
+    if fused and clusters and args.dim == CLUSTER_DIM:
+        launcher.launch(
+            "streams_cluster_mixed" if args.parts else "streams_cluster",
+            grid=args.rows * CLUSTER_CTAS,
+            threads=STEP_THREADS,
+            shared_bytes=CLUSTER_SHARED,
+            args=args,
+            cluster=CLUSTER_CTAS,
+        )
+    elif args.rows <= TILED_ROWS or args.outs != MULT * (2 + MULT):
         args.rows_each = 1 if fused else -(-args.rows // STEP_GROUPS)
         grid = (blocks * -(-args.outs // 8), -(-args.rows // args.rows_each))
-        name = "streams_step_held" if HELD and fused else "streams_step"
-        name = "streams_step_mixed" if args.parts else name
+        name = "streams_step_held" if HELD and args.rows == 1 else "streams_step"
+        name += "_mixed" if args.parts else ""
         name = "streams_step_summed" if args.peers.ranks else name
         launcher.launch(name, grid=grid, threads=STEP_THREADS, shared_bytes=STEP_SHARED, args=args)
     else:

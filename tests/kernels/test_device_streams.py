@@ -111,7 +111,7 @@ def test_a_row_has_the_same_bits_in_any_company(
     monkeypatch.setattr(device_streams, "TILED_ROWS", 8)
     many = run(y, streams, post, mix, *placed, **HC, num_iters=20)
     for row in (0, 20, 36):
-        monkeypatch.setattr(device_streams, "HELD", row > 20)
+        monkeypatch.setattr(device_streams, "HELD", row == 20)
         own = slice(row, row + 1)
         alone = run(y[own], streams[own], post[own], mix[own], *placed, **HC, num_iters=20)
         for whole in (few, many):
@@ -151,6 +151,32 @@ def test_a_mixture_is_summed_on_its_way_in(device: Device, weigh: bool) -> None:
         a, b = (v.plain() if isinstance(v, Activations) else v for v in (a, b))
         assert torch.equal(a, b)
     assert (device.counters == 0).all()
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_cluster_has_the_bits_of_a_grid(
+    device: Device, mixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device.arch != "sm90a":
+        pytest.skip("only sm90a has clusters of so many")
+    dim = device_streams.CLUSTER_DIM
+    weights, (y, streams, post, mix) = site(24, dim), step(1, dim)
+    given: Tensor | Mixture = y
+    if mixed:
+        parts = torch.randn(2, dim, generator=torch.Generator().manual_seed(5)).bfloat16()
+        given = Mixture(parts, y, None, torch.arange(2).view(1, 2), lambda: y)
+    run = hc_pass.bind(arch=device.arch, dim=dim, **FACTS)
+    args = (given, streams, post, mix, MixMatrix(weights[0], device), *weights[1:])
+    wanted = run(*args, **HC, num_iters=20)
+    monkeypatch.setattr(device_streams, "CLUSTERS", True)
+    for a, b in zip(run(*args, **HC, num_iters=20), wanted, strict=True):
+        if isinstance(a, Activations):
+            assert isinstance(b, Activations)
+            pairs = ((a.plain(), b.plain()), (a.codes, b.codes), (a.scale, b.scale))
+        else:
+            pairs = ((a, b),)
+        for one, other in pairs:
+            assert torch.equal(one, other)
 
 
 def test_many_rows_come_without_codes(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
