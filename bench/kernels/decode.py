@@ -16,7 +16,6 @@ from moet.kernels.stream_experts import (
     ExpertPool,
     SharedExpert,
     Work,
-    combine,
     plan,
     quantise,
     route,
@@ -81,62 +80,6 @@ def dense_fp8(bench: Bench, n: int, k: int, target: float) -> None:
         options = {"error": bench.error, "workspace": space}
         us = bench.time_us([partial(w, bench.kernels, q, scale, **options) for w in weights])
         bench.streamed("fp8 dense", f"{n}x{k} T={t}", us, n * k, target)
-
-
-def moe_layer(bench: Bench) -> None:
-    """Router, shared expert (beside it) and routed experts of one V4-Flash layer, 1 and 3 rows."""
-    d, i, experts, top_k = 4096, 2048, 256, 6
-    kernels, error = bench.kernels, bench.error
-    format = W2Rows(d, i)
-    pools = [random_pool(format, experts) for _ in range(2)]
-    slot_of = torch.arange(experts, device=DEVICE)
-    bias = torch.zeros(experts, device=DEVICE)
-    layers = []
-    for layer in range(8):
-        shared = SharedExpert.fp8(dense_pair(i, d), dense_pair(i, d), dense_pair(d, i)).to(DEVICE)
-        router = StreamLinear.bf16(torch.randn(experts, d).bfloat16()).to(DEVICE)
-        layers.append((pools[layer % 2], shared, router))
-    space, side_space = (Workspace.allocate(DEVICE, 1 << 20, 8192) for _ in range(2))
-    side = torch.cuda.Stream()
-    for t in (1, 3):
-        xs = [torch.randn(t, d, device=DEVICE).bfloat16() for _ in layers]
-
-        def call(x: Tensor, pool: ExpertPool, shared: SharedExpert, router: StreamLinear) -> Tensor:
-            main = torch.cuda.current_stream()
-            side.wait_stream(main)
-            with torch.cuda.stream(side):
-                own = quantise(kernels, x)
-                extra = shared(kernels, *own, limit=10.0, error=error, workspace=side_space)
-            logits = router(kernels, x, None, error=error, workspace=space, output="f32")
-            ids, weights = route(kernels, logits, top_k=top_k, scaling_factor=1.5, bias=bias)
-            work = plan(kernels, ids, slot_of, error=error)
-            q, scale = quantise(kernels, x)
-            h = pool.gate_up(
-                kernels,
-                q,
-                scale,
-                work,
-                top_k=top_k,
-                pair_weight=weights,
-                limit=10.0,
-                error=error,
-                early=True,
-            )
-            parts = pool.down(kernels, h, work, error=error, early=True)
-            main.wait_stream(side)
-            return combine(kernels, parts, top_k=top_k, shared=extra)
-
-        us = bench.time_us([partial(call, x, *y) for x, y in zip(xs, layers, strict=True)])
-        chosen = 0
-        for x, (_, _, router) in zip(xs, layers, strict=True):
-            logits = router(kernels, x, None, error=error, workspace=space, output="f32")
-            ids, _ = route(kernels, logits, top_k=top_k, scaling_factor=1.5, bias=bias)
-            chosen += int(ids.unique().numel())
-        num_bytes = chosen / len(layers) * format.row_bytes + 3 * d * i + 2 * experts * d
-        floor_us = num_bytes / bench.read_bytes_per_us
-        case = f"moe layer, decode, V4-Flash T={t}"
-        note = f"{num_bytes:,.0f} bytes"
-        bench.add(case, us, "us", "lower", floor_us, 1.35 * floor_us + 6, note)
 
 
 def pairs_are_right(bench: Bench, format: ExpertRows, t: int) -> None:
@@ -232,7 +175,7 @@ def chain(bench: Bench, t: int, layers: int) -> None:
 
 
 def paired_layer(bench: Bench, format: ExpertRows, top_k: int, tokens: tuple[int, ...]) -> None:
-    """The layer of experts in four launches, with shares of the CTAs for the shared expert."""
+    """The layer of experts in four launches."""
     d, i, experts = format.hidden_size, format.moe_intermediate_size, 256
     kernels, error = bench.kernels, bench.error
     pools = [random_pool(format, experts) for _ in range(2)]
@@ -275,7 +218,6 @@ def paired_layer(bench: Bench, format: ExpertRows, top_k: int, tokens: tuple[int
         def rest(
             n: int,
             begun: paired_experts.Begun,
-            ctas: int | None = None,
             coded: list[tuple[Tensor, Tensor]] = coded,
         ) -> Tensor:
             return paired_experts.mix_in_pairs(
@@ -286,21 +228,18 @@ def paired_layer(bench: Bench, format: ExpertRows, top_k: int, tokens: tuple[int
                 shared[n],
                 limit=10.0,
                 error=error,
-                shared_ctas=ctas,
             )
 
-        def layer(n: int, ctas: int | None) -> Tensor:
-            return rest(n, begin(n), ctas)
+        def layer(n: int) -> Tensor:
+            return rest(n, begin(n))
 
         made = [begin(n) for n in range(8)]
         chosen = sum(int(begun.choice.num_chosen) for begun in made) / 8
         all_bytes = chosen * format.row_bytes + 3 * d * i + 2 * experts * d
         floor_us = all_bytes / bench.read_bytes_per_us
         name = f"moe layer in pairs, {format.name} {d}, top {top_k}, T={t}"
-        for ctas in (None, 64, 32, 22):
-            us = bench.time_us([partial(layer, n, ctas) for n in range(8)])
-            case = name + (f", {ctas} CTAs for the shared expert" if ctas else "")
-            bench.add(case, us, "us", "lower", floor_us, 1.35 * floor_us + 6, f"{chosen} experts")
+        us = bench.time_us([partial(layer, n) for n in range(8)])
+        bench.add(name, us, "us", "lower", floor_us, 1.35 * floor_us + 6, f"{chosen} experts")
         us = bench.time_us([partial(begin, n) for n in range(8)])
         bench.add(f"{name}, begin alone", us, "us", "lower", None, 0.0)
         us = bench.time_us([partial(rest, n, made[n]) for n in range(8)])
@@ -383,4 +322,3 @@ def measure(bench: Bench) -> None:
         bench.attempt(dense_fp8, n, k, 0.0)
     for t in (1, 3, 8):
         bench.attempt(chain, t, 14)
-    bench.attempt(moe_layer)

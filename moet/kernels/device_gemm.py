@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -107,7 +107,8 @@ class Device:
             raise KernelError(
                 f"{torch.cuda.get_device_name(torch_device)} is {kernels.arch}, not {arch}"
             )
-        return cls.around(kernels, arch, torch_device, paired_rows=PAIRED_ROWS)
+        device = cls.around(kernels, arch, torch_device, paired_rows=PAIRED_ROWS)
+        return replace(device, beside=Beside.open(torch_device))
 
     @classmethod
     def around(
@@ -219,7 +220,8 @@ def multiply(
     device, stored, x = weight.device, weight.stored, as_activations(x)
     num_rows = x.num_rows
     if _tiled(x, stored, output):
-        tiles = prefill_gemm.make_tiles(device.launcher, x.plain(), fp8=weight.quantised)
+        few = prefill_gemm.rows_of(device.launcher, stored, num_rows, output)
+        tiles = prefill_gemm.make_tiles(device.launcher, x.plain(), fp8=weight.quantised, rows=few)
         return prefill_gemm.linear(
             device.launcher, stored, tiles, num_rows, error=device.error, output=output
         )

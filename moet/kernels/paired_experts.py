@@ -40,6 +40,7 @@ from moet.kernels.stream_gemm import (
 )
 
 ROWS = 8  # of an item
+OTHERS_COST = 1.5  # of a routed expert's byte, which is decoded and comes after the choice
 RING_STAGES = {"w2": 3, "mxfp4": 2, "nvfp4": 2, "fp8": 2}
 # Of the shared expert beside the choice, where CTAs have whole SMs: the deepest that fits.
 BEGIN_STAGES = {"pair_begin": 4, "pair_begin_small": 1}
@@ -227,9 +228,8 @@ def _launch_pair(
     own = shared_ctas or _share(
         resident,
         own_items,
-        shared.chunks * CHUNK_BYTES["fp8"],
-        items,
-        routed.chunks * CHUNK_BYTES[codec],
+        own_items * shared.chunks * CHUNK_BYTES["fp8"],
+        items * routed.chunks * CHUNK_BYTES[codec],
     )
     own = min(own, own_items, resident - 1)
     others = max(1, min(items, resident - own))
@@ -244,18 +244,10 @@ def _launch_pair(
     )
 
 
-def _share(ctas: int, items: int, item_bytes: int, other_items: int, other_bytes: int) -> int:
-    """CTAs for items of item_bytes beside others', so that the one with the most bytes has least.
-
-    Of equals the fewest, and no more than their items keep equally busy.
-    """
-
-    def most(own: int) -> int:
-        each, others = -(-items // own), -(-other_items // (ctas - own))
-        return max(each * item_bytes, others * other_bytes)
-
-    counts = {-(-items // each) for each in range(1, items + 1)}
-    return min(sorted(own for own in counts if own < ctas), key=most)
+def _share(ctas: int, items: int, num_bytes: int, other_bytes: int) -> int:
+    """CTAs for items that have num_bytes beside others', so that none has one more than another."""
+    wanted = max(1, round(ctas * num_bytes / (num_bytes + OTHERS_COST * other_bytes)))
+    return -(-items // -(-items // wanted))
 
 
 def _up_bytes(codec: Codec, stages: int) -> int:

@@ -21,39 +21,45 @@ DEVICE void nvfp4_chunk(const uint32_t* codes_words, uint32_t scale_word, BOpera
   uint32_t e = 14 * 0x04040404u, low = e2m1_low(e), high = e2m1_high(e);
 #pragma unroll
   for (int i = 0; i < 4; i++) chunk[i] = 0.0f;
+  uint32_t row0 = 0, row1 = 0, a[2][2][4], before0 = 0, before1 = 0;
+  float part[2][2][4];
 #pragma unroll
-  for (int pair = 0; pair < 2; pair++) {  // of 64 columns: four blocks, one scale word a row
-    uint32_t row0 = shuffle(scale_word, (lane & ~3) + 2 * pair);
-    uint32_t row1 = shuffle(scale_word, (lane & ~3) + 2 * pair + 1);
-    uint32_t a[4][4];
-    float part[4][4];
+  for (int step = 0; step <= 4; step++) {  // of 32 columns: two blocks, summed while the next are decoded
+    if (step < 4) {
+      uint32_t all[4], (*blocks)[4] = a[step & 1];
+      decode_e2m1(codes_words[2 * step], low, high, low, high, all);
+      decode_e2m1(codes_words[2 * step + 1], low, high, low, high, all + 2);
 #pragma unroll
-    for (int j = 0; j < 2; j++) {
-      uint32_t all[4];
-      decode_e2m1(codes_words[4 * pair + 2 * j], low, high, low, high, all);
-      decode_e2m1(codes_words[4 * pair + 2 * j + 1], low, high, low, high, all + 2);
+      for (int i = 0; i < 4; i++) blocks[0][i] = all[i] & low_block, blocks[1][i] = all[i] & ~low_block;
+      mma_begin();
 #pragma unroll
-      for (int i = 0; i < 4; i++) a[2 * j][i] = all[i] & low_block, a[2 * j + 1][i] = all[i] & ~low_block;
-    }
-    mma_begin();
-#pragma unroll
-    for (int block = 0; block < 4; block++) {
-      BOperand columns = b_advance(b, 256 * (2 * pair + block / 2));
+      for (int block = 0; block < 2; block++) {
 #if MOET_SM == 90
-      mma<MXFP4, 1>(part[block], a[block], columns, 0);
+        mma<MXFP4, 1>(part[step & 1][block], blocks[block], b_advance(b, 256 * step), 0);
 #else
-      mma_scaled<MXFP4, 1, 0, 0>(part[block], a[block], columns, 0, 0x7F7F7F7Fu);
+        mma_scaled<MXFP4, 1, 0, 0>(part[step & 1][block], blocks[block], b_advance(b, 256 * step), 0, 0x7F7F7F7Fu);
 #endif
+      }
+      mma_commit();
+      if (step % 2 == 0) {  // one scale word a row for 64 columns
+        before0 = row0, before1 = row1;
+        row0 = shuffle(scale_word, (lane & ~3) + step);
+        row1 = shuffle(scale_word, (lane & ~3) + step + 1);
+      }
     }
-    mma_commit();
-    mma_wait<0>();
+    if (step == 0) continue;
+    if (step < 4) mma_wait<1>();
+    else mma_wait<0>();
+    bool earlier = step == 2;  // its word has just been replaced
 #pragma unroll
-    for (int block = 0; block < 4; block++) {
-      float s0 = e4m3_scale(row0, block), s1 = e4m3_scale(row1, block);
-      chunk[0] = fma_rn(part[block][0], s0, chunk[0]);
-      chunk[1] = fma_rn(part[block][1], s0, chunk[1]);
-      chunk[2] = fma_rn(part[block][2], s1, chunk[2]);
-      chunk[3] = fma_rn(part[block][3], s1, chunk[3]);
+    for (int block = 0; block < 2; block++) {
+      const float* sums = part[(step - 1) & 1][block];
+      int of_word = 2 * ((step - 1) & 1) + block;
+      float s0 = e4m3_scale(earlier ? before0 : row0, of_word), s1 = e4m3_scale(earlier ? before1 : row1, of_word);
+      chunk[0] = fma_rn(sums[0], s0, chunk[0]);
+      chunk[1] = fma_rn(sums[1], s0, chunk[1]);
+      chunk[2] = fma_rn(sums[2], s1, chunk[2]);
+      chunk[3] = fma_rn(sums[3], s1, chunk[3]);
     }
   }
 }

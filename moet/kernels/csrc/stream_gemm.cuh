@@ -119,6 +119,9 @@ struct StreamGemm {
   static constexpr int MAX_ROWS = 8 * NT;
   // Instances for few experts only ever share items, and save the registers of a second half.
   static constexpr bool ALWAYS_SHARED = !OVERLAP && NT == 1;
+  // Instances for many experts keep an entry's rows instead of asking for them with every item.
+  static constexpr bool KEEPS_ROWS = CODEC == W2 && OVERLAP && NT == 1 && !CLUSTER;
+  static constexpr bool LOADS_FIRST = KEEPS_ROWS && MOET_SM == 90;
 
   const StreamArgs& p;
   uint8_t* activations;
@@ -132,6 +135,8 @@ struct StreamGemm {
   float tensor_scale;     // NVFP4: of this warp's matrix and entry
   int parity;             // of the item, for buffers that two items may use at once
   bool shared;            // the warpgroups take halves of the same items
+
+  int out_row[2];         // KEEPS_ROWS: of out, of this lane's two tokens; -1 for none
 
   // The producer's place: which item and stage it copies next, and from where.
   Cursor next;
@@ -327,13 +332,92 @@ struct StreamGemm {
     }
   }
 
+  // The code words of a lane in a chunk of ring place s.
+  DEVICE void load_codes(int s, int chunk, uint32_t* words) const {
+    const uint8_t* from = ring_stage(s) + tid * 16 + chunk * (WORDS * 16 * THREADS);
+#pragma unroll
+    for (int i = 0; i < WORDS; i++) {
+      uint4 v = *reinterpret_cast<const uint4*>(from + i * (16 * THREADS));
+      words[4 * i] = v.x, words[4 * i + 1] = v.y, words[4 * i + 2] = v.z, words[4 * i + 3] = v.w;
+    }
+  }
+  // This lane's scale words of ring place s, THREADS apart; behind them its base.
+  DEVICE const uint32_t* scale_words(int s) const {
+    return reinterpret_cast<const uint32_t*>(ring_stage(s) + CPS * WORDS * 16 * THREADS) + tid;
+  }
+  DEVICE uint32_t load_base(int s) const {
+    return scale_words(s)[SCALE_WORDS * THREADS] >> (8 * (base_row() & 3)) & 0xFF;
+  }
+
+  // One stage of W2. All that is read from shared memory comes first, so that no chunk waits for it
+  // behind the matrix units.
+  DEVICE void consume_w2(int s, int stage, float* sum, uint32_t& base) {
+    uint32_t words[CPS / 2], codes[CPS][4 * WORDS], exponents[CPS][2];
+    float2 factors[CPS];
+#pragma unroll
+    for (int c = 0; c < CPS / 2; c++) words[c] = scale_words(s)[c * THREADS];
+#pragma unroll
+    for (int c = 0; c < CPS; c++) load_codes(s, c, codes[c]);
+#pragma unroll
+    for (int c = 0; c < CPS; c++)
+      factors[c] = *reinterpret_cast<const float2*>(x_scales + (stage * CPS + c) * MAX_ROWS + 2 * (lane & 3));
+    base = load_base(s);
+#pragma unroll
+    for (int c = 0; c < CPS; c += 2) {
+      uint32_t e = saturating_subtract(words[c / 2], base * 0x01010101u) << 2;
+#pragma unroll
+      for (int i = 0; i < 4; i++) exponents[c + i / 2][i & 1] = shuffle(e, (lane & ~3) + i);
+    }
+    BOperand b = b_operand(activations + stage * (CPS * 1024), slice_stages * CPS * 1024);
+    uint32_t a[2][4][4];
+    float part[2][4];
+#pragma unroll
+    for (int c = 0; c <= CPS; c++) {
+      if (c < CPS) {
+        RowScale scale = {exponents[c][0], exponents[c][1], 0};
+#pragma unroll
+        for (int j = 0; j < 4; j++) decode_block<CODEC>(codes[c], j, scale, p.masks, a[c % 2][j]);
+        mma_begin();
+        chunk_mma<CODEC, NT, 0>(part[c % 2], a[c % 2], b_advance(b, c * 1024), scale);
+        mma_commit();
+      }
+      if (c == 0) continue;
+      if (c < CPS) mma_wait<1>();
+      else mma_wait<0>();
+      const float* done = part[(c - 1) % 2];
+      sum[0] = fma_rn(done[0], factors[c - 1].x, sum[0]);
+      sum[1] = fma_rn(done[1], factors[c - 1].y, sum[1]);
+      sum[2] = fma_rn(done[2], factors[c - 1].x, sum[2]);
+      sum[3] = fma_rn(done[3], factors[c - 1].y, sum[3]);
+    }
+  }
+
+  DEVICE void consume_nvfp4(int s, int stage, float* sum) {
+    uint32_t words[CPS], codes[CPS][4 * WORDS];
+#pragma unroll
+    for (int c = 0; c < CPS; c++) words[c] = scale_words(s)[c * THREADS], load_codes(s, c, codes[c]);
+    BOperand b = b_operand(activations + stage * (CPS * 1024), slice_stages * CPS * 1024);
+#pragma unroll
+    for (int c = 0; c < CPS; c++) {
+      float part[4];
+      nvfp4_chunk(codes[c], words[c], b_advance(b, c * 1024), part);
+      fold(sum, part, stage * CPS + c, 1.0f);
+    }
+  }
+
   // One stage of the ring: decode and multiply CPS chunks, two in flight.
   DEVICE void consume(int s, int stage, float* sum, uint32_t& base) {
-    const uint8_t* from = ring_stage(s) + tid * 16;
-    const uint32_t* words = reinterpret_cast<const uint32_t*>(ring_stage(s) + CPS * WORDS * 16 * THREADS) + tid;
-    if constexpr (has_scale_plane(CODEC)) {
-      base = words[SCALE_WORDS * THREADS] >> (8 * (base_row() & 3)) & 0xFF;
+    if constexpr (CODEC == NVFP4) {
+      consume_nvfp4(s, stage, sum);
+    } else if constexpr (LOADS_FIRST) {
+      consume_w2(s, stage, sum, base);
+    } else {
+      consume_any(s, stage, sum, base);
     }
+  }
+  DEVICE void consume_any(int s, int stage, float* sum, uint32_t& base) {
+    const uint32_t* words = scale_words(s);
+    if constexpr (has_scale_plane(CODEC)) base = load_base(s);
     uint32_t base4 = base * 0x01010101u;
     BOperand b = b_operand(activations + stage * (CPS * 1024), slice_stages * CPS * 1024);
     constexpr int BUFFERS = OVERLAP ? 2 : 1;  // chunks in flight
@@ -342,18 +426,8 @@ struct StreamGemm {
     uint32_t scale_word = 0, exponents = 0;
 #pragma unroll
     for (int c = 0; c < CPS; c++) {
-      uint32_t codes_words[4 * WORDS];
-#pragma unroll
-      for (int i = 0; i < WORDS; i++) {
-        uint4 v = *reinterpret_cast<const uint4*>(from + (c * WORDS + i) * (16 * THREADS));
-        codes_words[4 * i] = v.x, codes_words[4 * i + 1] = v.y;
-        codes_words[4 * i + 2] = v.z, codes_words[4 * i + 3] = v.w;
-      }
-      if constexpr (CODEC == NVFP4) {
-        nvfp4_chunk(codes_words, words[c * THREADS], b_advance(b, c * 1024), part[0]);
-        fold(sum, part[0], stage * CPS + c, 1.0f);
-        continue;
-      }
+      uint32_t codes[4 * WORDS];
+      load_codes(s, c, codes);
       RowScale scale = {0, 0, 0};
       if constexpr (has_scale_plane(CODEC)) {
         if (c % 2 == 0) {
@@ -372,7 +446,7 @@ struct StreamGemm {
         weight_scale[c] = bits_float(words[c * THREADS]);
       }
 #pragma unroll
-      for (int j = 0; j < 4; j++) decode_block<CODEC>(codes_words, j, scale, p.masks, a[c % BUFFERS][j]);
+      for (int j = 0; j < 4; j++) decode_block<CODEC>(codes, j, scale, p.masks, a[c % BUFFERS][j]);
       mma_begin();
       if (c & 1)
         chunk_mma<CODEC, NT, 1>(part[c % BUFFERS], a[c % BUFFERS], b_advance(b, c * 1024), scale);
@@ -385,7 +459,7 @@ struct StreamGemm {
         fold(sum, part[done % BUFFERS], stage * CPS + done, CODEC == FP8 ? weight_scale[done] : 1.0f);
       }
     }
-    if constexpr (OVERLAP && CODEC != NVFP4) {
+    if constexpr (OVERLAP) {
       mma_wait<0>();
       fold(sum, part[(CPS - 1) % BUFFERS], stage * CPS + CPS - 1, CODEC == FP8 ? weight_scale[CPS - 1] : 1.0f);
     }
@@ -437,6 +511,13 @@ struct StreamGemm {
         Entry t = entry(at.entry);
         fine = valid(t);
         if (t.count > MAX_ROWS) t.count = MAX_ROWS;
+        if constexpr (KEEPS_ROWS) {
+#pragma unroll
+          for (int i = 0; i < 2; i++) {
+            int token = 2 * (lane & 3) + i;
+            out_row[i] = token < t.count ? source_row(t, token) : -1;
+          }
+        }
         if constexpr (CODEC == NVFP4) {
           uint64_t at = (fine ? t.slot : 0) * p.row_stride + p.parts[EPILOGUE == SWIGLU ? warp >> 1 : 0].bases;
           tensor_scale = *reinterpret_cast<const float*>(p.weights + at);
@@ -511,7 +592,8 @@ struct StreamGemm {
 
   // Adds the two warpgroups' totals and stores the item's outputs.
   DEVICE void finish(const Cursor& at, bool fine, float* total) {
-    Entry t = entry(at.entry);
+    Entry t = {0, 0, 0, 0};
+    if (!KEEPS_ROWS || !fine) t = entry(at.entry);
     if (!fine) {
       report(t, total);
       if (t.count > MAX_ROWS) t.count = MAX_ROWS;
@@ -546,21 +628,29 @@ struct StreamGemm {
         for (int i = 0; i < 4 * NT; i++) up[i] = mine[i * stride + (shared_items() ? 64 : 0)];
         swiglu(t, at, total, up);
       }
-    } else if (p.slices == 1) {
+    } else if (KEEPS_ROWS || p.slices == 1) {
       store(t, at.in_segment, total);
-    } else {
+    } else if constexpr (!KEEPS_ROWS) {
       store_slice(t, at, total);
     }
   }
   // Calls f(row of out, column, value) for this thread's outputs.
   template <typename F>
   DEVICE void for_outputs(const Entry& t, int first_column, int limit, const float* total, F f) const {
-#pragma unroll
-    for (int n = 0; n < NT; n++) {
+    if constexpr (KEEPS_ROWS) {
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        int token = 8 * n + 2 * (lane & 3) + (i & 1), column = first_column + (lane >> 2) + 8 * (i >> 1);
-        if (token < t.count && column < limit) f(source_row(t, token), column, total[4 * n + i], 4 * n + i);
+        int column = first_column + (lane >> 2) + 8 * (i >> 1);
+        if (out_row[i & 1] >= 0 && column < limit) f(out_row[i & 1], column, total[i], i);
+      }
+    } else {
+#pragma unroll
+      for (int n = 0; n < NT; n++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          int token = 8 * n + 2 * (lane & 3) + (i & 1), column = first_column + (lane >> 2) + 8 * (i >> 1);
+          if (token < t.count && column < limit) f(source_row(t, token), column, total[4 * n + i], 4 * n + i);
+        }
       }
     }
   }
