@@ -60,9 +60,9 @@ def run_prompt(core: EngineCore) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default=GLM)
-    parser.add_argument("--layers", type=int, default=22, help="take the first ones")
+    parser.add_argument("--layers", type=int, default=38, help="take the first ones")
     parser.add_argument("--kv", choices=("fp8", "nvfp4"), default="nvfp4")
-    parser.add_argument("--max-num-seqs", type=int, default=16)
+    parser.add_argument("--max-num-seqs", type=int, default=4)
     parser.add_argument("--drafts", type=int, default=2)
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", type=Path, default=RESULTS)
