@@ -27,7 +27,6 @@ from moet.bench.device_step import profile_kernels
 from moet.bench.rig import Shape
 from moet.config import ModelSettings
 from moet.kernels import (
-    ahead,
     device_gemm,
     device_streams,
     triton_attention,
@@ -59,7 +58,7 @@ def reading(model: DeepseekV4) -> None:
 
 def deep(model: DeepseekV4) -> None:
     """Its rings are as deep as memory allows."""
-    device_gemm.GROUPS_AHEAD = ahead.DEEP
+    device_gemm.GROUPS_AHEAD = True
 
 
 def held(model: DeepseekV4) -> None:
@@ -94,7 +93,7 @@ LONG = ("kernels us", "timeline")
 
 def plain(model: DeepseekV4) -> None:
     triton_attention.EARLY = triton_rows.EARLY = triton_attention_inputs.EARLY = False
-    device_gemm.GROUPS_AHEAD = None
+    device_gemm.GROUPS_AHEAD = False
     device_streams.HELD = device_streams.CLUSTERS = False
     for layer in model.layers:
         layer.ffn.unsummed = False

@@ -39,7 +39,7 @@ TILED_OUTPUTS = 4096
 WIDE_OUTPUTS = 1 << 15  # of a head, which is read once in tiles and per 8 rows in streams
 NUM_COUNTERS = 1 << 16  # items of one launch whose columns are summed in slices
 BLOCK = 128  # weight rows that share a scale
-GROUPS_AHEAD: ahead.Form | None = None  # how few rows' groups are multiplied while inputs are made
+GROUPS_AHEAD = False  # whether few rows' groups begin while their inputs are made
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,15 +264,13 @@ def _e4m3(x: Activations, device: Device, *, given: bool) -> tuple[Tensor, Tenso
 @dataclass(frozen=True, slots=True)
 class PackedGroups:
     """One fp8 matrix [N, K] per group of inputs. planes: uint8 [G, N64, K128]; scales: fp32
-    [G, ceil(N/128), ceil(K/128)]; following: weights that are read next, if they shall be asked
-    for."""
+    [G, ceil(N/128), ceil(K/128)]."""
 
     planes: Tensor
     scales: Tensor
     out_features: int
     in_features: int
     device: Device
-    following: Tensor | None = None
 
     @classmethod
     def pack(cls, weight: Tensor, scale: Tensor, device: Device) -> PackedGroups:
@@ -370,14 +368,13 @@ def _stream_groups(
     if space is not None:
         counters = len(work.entries) * args.tiles
         space.fill(args, slices * args.num_rows * weight.out_features, counters)
-    items, form = len(work.entries) * args.tiles * slices, GROUPS_AHEAD
+    items, stages = (
+        len(work.entries) * args.tiles * slices,
+        num_stages("fp8", args.chunks, 1, slices),
+    )
     coded = rows == 8 and scale is not None and args.early
-    if (
-        form
-        and coded
-        and ahead.fits(device.launcher, form, num_stages("fp8", args.chunks, 1, slices))
-    ):
-        ahead.run(device.launcher, form, args, items=items, following=weight.following)
+    if GROUPS_AHEAD and coded and ahead.fits(device.launcher, stages):
+        ahead.run(device.launcher, args, items=items)
     else:
         run(device.launcher, instance, args, items=items)
 

@@ -73,7 +73,7 @@ def multiply_both(
     share_among(args.quantised, own, items)
     share_among(args.plain, rest, others)
     device.launcher.launch(
-        f"project_n{rows}" + ("_ahead" if AHEAD and rows == 8 else ""),
+        f"project_n{rows}",
         grid=own + rest,
         threads=THREADS,
         shared_bytes=needed,

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from torch import Tensor
 
 from moet.errors import UnsupportedError
-from moet.kernels import ahead, device_gemm, projections
+from moet.kernels import device_gemm
 from moet.kernels.device_gemm import Device, PackedGroups, PackedMatrix, multiply, multiply_groups
 from moet.kernels.gemm import grouped_linear_fp8, linear, linear_fp8, linear_fp8_fp32, linear_fp32
 from moet.kernels.projections import multiply_both
@@ -69,10 +67,7 @@ def test_a_row_is_the_same_in_any_batch_and_from_codes(device: Device) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 11, 17])
-def test_two_products_at_once_have_the_bits_of_each_alone(
-    device: Device, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(projections, "AHEAD", count == 1)
+def test_two_products_at_once_have_the_bits_of_each_alone(device: Device, count: int) -> None:
     quantised = PackedMatrix.pack(*fp8(192, 1024), device)
     weight = torch.randn(72, 1024, generator=torch.Generator().manual_seed(2)).bfloat16()
     plain = PackedMatrix.pack(weight, None, device)
@@ -120,10 +115,9 @@ def test_groups_take_codes_and_may_begin_ahead_of_them(
     x = rows(2 * 5, 512)
     codes, scale = quantise(device.launcher, x)
     wanted = multiply_groups(x.view(5, 2, 512), packed)
-    for form in (None, ahead.WIDE, ahead.DEEP):
-        monkeypatch.setattr(device_gemm, "GROUPS_AHEAD", form)
-        asking = dataclasses.replace(packed, following=packed.planes)
-        assert torch.equal(multiply_groups(Activations(None, codes, scale), asking), wanted)
+    for ahead in (False, True):
+        monkeypatch.setattr(device_gemm, "GROUPS_AHEAD", ahead)
+        assert torch.equal(multiply_groups(Activations(None, codes, scale), packed), wanted)
     assert int(device.counters.abs().sum()) == int(device.error) == 0
 
 

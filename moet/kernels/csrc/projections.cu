@@ -38,47 +38,25 @@ DEVICE void ask_for_rest(const StreamArgs& p, const Gemm& gemm, int held) {
   }
 }
 
-template <bool AHEAD, typename Gemm>
-DEVICE void project(const StreamArgs& p, Gemm gemm) {
-  if constexpr (AHEAD) ask_for_rest(p, gemm, 2);
-  gemm.run();
-}
-
-// ahead: what the rings do not hold is asked for, too.
-#define STREAM(name, nt, overlap, ahead, ctas)                                                    \
+#define STREAM(name, nt, overlap, ctas)                                                           \
   KERNEL(THREADS, ctas) name(GRID_CONSTANT TwoProducts args) {                                    \
     int cta = blockIdx.x, before = args.quantised_ctas;                                           \
     if (cta < before)                                                                             \
-      project<ahead>(args.quantised, StreamGemm<FP8, nt, STORE_BF16, 2, false, overlap>(args.quantised, cta, before)); \
+      StreamGemm<FP8, nt, STORE_BF16, 2, false, overlap>(args.quantised, cta, before).run();      \
     else                                                                                          \
-      project<ahead>(args.plain, StreamGemm<BF16, nt, STORE_F32, 2, false, overlap>(args.plain, cta - before, gridDim.x - before)); \
+      StreamGemm<BF16, nt, STORE_F32, 2, false, overlap>(args.plain, cta - before, gridDim.x - before).run(); \
   }                                                                                               \
   LAUNCHABLE(name, TwoProducts, THREADS)
 
-STREAM(project_n8, 1, true, false, 2)
-STREAM(project_n16, 2, false, false, 2)
-STREAM(project_n8_ahead, 1, true, true, 2)
+STREAM(project_n8, 1, true, 2)
+STREAM(project_n16, 2, false, 2)
 
-struct AheadArgs {
-  StreamArgs stream;    // entries written before the kernel ahead, or none
-  const uint8_t* next;  // what is read after this, or null
-  uint32_t next_bytes;  // a CTA's share, a multiple of 512
-};
-
-// A product that begins long before its inputs are there: nearly all of its weights wait in rings as
-// deep as the memory of an SM, the rest and what is read next in the second-level cache.
-#undef STREAM
-#define STREAM(name, stages, ctas)                                                        \
-  KERNEL(THREADS, ctas) name(GRID_CONSTANT AheadArgs args) {                              \
-    StreamGemm<FP8, 1, STORE_BF16, stages, false, true> gemm(args.stream);                \
-    ask_for_rest(args.stream, gemm, stages);                                              \
-    if (args.next && gemm.group == 0 && gemm.warp == 0) {                                 \
-      uint32_t bytes = args.next_bytes / 32;                                              \
-      ask_for(args.next + (uint64_t(gemm.cta) * 32 + gemm.lane) * bytes, bytes);          \
-    }                                                                                     \
-    gemm.run();                                                                           \
-  }                                                                                       \
-  LAUNCHABLE(name, AheadArgs, THREADS)
-
-STREAM(groups_n8, 2, 2)
-STREAM(groups_n8_deep, 6, 1)
+// A product that may begin long before its inputs are there: nearly all of its weights wait in rings as
+// deep as the memory of an SM, the rest in the second-level cache. Entries were written before the kernel ahead.
+KERNEL(THREADS, 1) groups_n8_deep(GRID_CONSTANT StreamArgs args) {
+  constexpr int STAGES = 6;
+  StreamGemm<FP8, 1, STORE_BF16, STAGES, false, true> gemm(args);
+  ask_for_rest(args, gemm, STAGES);
+  gemm.run();
+}
+LAUNCHABLE(groups_n8_deep, StreamArgs, THREADS)
