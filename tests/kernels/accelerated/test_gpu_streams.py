@@ -5,11 +5,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from moet.kernels import device_streams
 from moet.kernels.cubin import device_arch
 from moet.kernels.device_gemm import Device
 from moet.kernels.device_streams import MixMatrix
 from moet.kernels.hyper_connection import hc_enter, hc_head_norm, hc_pass
+from moet.kernels.mixture import Mixture
 from moet.kernels.quant import plain_values
+from moet.kernels.stream_experts import combine
 from tests.kernels.accelerated.conftest import INTERPRETED
 from tests.kernels.accelerated.world import assert_close
 
@@ -61,3 +64,25 @@ def test_entry_and_head_are_their_references(gpu: Device, device: torch.device) 
     head = hc_head_norm.bind(arch=gpu.arch, mult=4, dim=DIM, placed=True)
     want_x = hc_head_norm(streams, fn, *rest, **HC)
     assert_close(head(streams, MixMatrix(fn, gpu), *rest, **HC), want_x, hc_head_norm.tolerance)
+
+
+@pytest.mark.parametrize("form", ["HELD", "CLUSTERS"])
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_forms_of_few_rows_have_the_same_bits(
+    gpu: Device, device: torch.device, form: str, num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fn, *rest = site(24, device)
+    parts = torch.randn(num_rows * 6, DIM, device=device).bfloat16()
+    shared = torch.randn(num_rows, DIM, device=device).bfloat16()
+    ids = torch.arange(num_rows * 6, device=device).view(num_rows, 6)
+    y = combine(gpu.launcher, parts, top_k=6, shared=shared, dtype=torch.bfloat16, expert_ids=ids)
+    streams = torch.randn(num_rows, 4, DIM, device=device).bfloat16()
+    post, mix = torch.rand(num_rows, 4, device=device), torch.rand(num_rows, 4, 4, device=device)
+    run = hc_pass.bind(arch=gpu.arch, mult=4, dim=DIM, placed=True)
+    want = run(y, streams, post, mix, MixMatrix(fn, gpu), *rest, **HC, num_iters=20)
+    monkeypatch.setattr(device_streams, form, True)
+    for given in (y, Mixture(parts, shared, None, ids, lambda: y)):
+        found = run(given, streams, post, mix, MixMatrix(fn, gpu), *rest, **HC, num_iters=20)
+        for a, b in zip(found, want, strict=True):
+            assert torch.equal(plain_values(a), plain_values(b))
+    assert (gpu.counters == 0).all()
