@@ -40,7 +40,7 @@ from moet.runtime.device_runner import Placement
 from moet.runtime.dummy import dummy_model, preset_config
 from moet.runtime.queues import CudaGraphs, CudaQueue
 
-SHAPES = ((1, 1), (1, 3), (4, 1))
+SHAPES = ((1, 1), (1, 3), (8, 1))
 NUM_SEQS = max(seqs for seqs, _ in SHAPES)
 CONTEXT = 1024
 Change = Callable[[DeepseekV4], None]
