@@ -26,7 +26,9 @@ from moet.kernels.stream_gemm import (
 )
 
 LARGE_SHARED_BYTES = 200_000  # from which on a CTA has room for 128 tokens
-FEW_ROWS = 32  # of a tile where a large device gives experts few rows: two CTAs share an SM
+FEW_ROWS = 32  # of a narrow tile: two CTAs share an SM
+FEW_FOR_EXPERTS = 24  # rows of an expert on average, up to which narrow tiles are faster
+CHUNKS_AT_ONCE = 4  # that a CTA lays out
 THREADS = 384
 # Stages of tokens and places of weights, as `csrc/prefill_gemm.cu` lists them: large, small device.
 DEPTHS: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
@@ -43,6 +45,7 @@ DEPTHS: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
     "bf16_f32": ((3, 3), (3, 0)),
     "w2_swiglu_few": ((4, 8), (0, 0)),
     "w2_bf16_few": ((4, 7), (0, 0)),
+    "bf16_f32_few": ((3, 3), (0, 0)),
 }
 # Of a lane's weights in a chunk: bytes of codes.
 CODE_BYTES = {"w2": 16, "mxfp4": 32, "nvfp4": 32, "fp8": 64, "bf16": 64}
@@ -173,7 +176,7 @@ def make_tiles(
     if count and num_rows:
         launcher.launch(
             f"lay_tiles_{'fp8' if fp8 else 'bf16'}",
-            grid=min(count * chunks, 8 * launcher.num_sms),
+            grid=min(count * -(-chunks // CHUNKS_AT_ONCE), 8 * launcher.num_sms),
             threads=256,
             shared_bytes=0,
             args=args,
@@ -182,8 +185,8 @@ def make_tiles(
 
 
 def _shared_bytes(launcher: Launcher, name: str, rows: int, waiting: int) -> int:
-    """Barriers, stages of tokens and a place more of scales, places of weights, and waiting sums
-    (for SwiGLU, and what the warpgroups exchange). Raises UnsupportedError if that is more than
+    """Barriers, stages of tokens, places of weights, and waiting sums (for SwiGLU, and what the
+    warpgroups exchange). Raises UnsupportedError if that is more than
     the device has. name: of the kernel, without prefill_."""
     codec, output, *_ = name.split("_")
     most, small = launcher.max_shared_bytes, tile_rows(launcher) < 128
@@ -194,7 +197,7 @@ def _shared_bytes(launcher: Launcher, name: str, rows: int, waiting: int) -> int
     elif codec != "bf16":
         place += 256 * (4 if small or codec == "nvfp4" else 8)  # scales and row bases
     sums = rows // 2 * 128 * 4  # of a warpgroup
-    total = 128 + stages * rows * 128 + (0 if codec == "bf16" else (stages + 1) * rows * 4)
+    total = 128 + stages * rows * (128 if codec == "bf16" else 132)
     total += depth * place + 2 * waiting * sums
     if output == "swiglu":
         total += sums + 2 * (rows // 2 * 144 + rows * 8)
@@ -258,6 +261,15 @@ def linear(
     return out
 
 
+def rows_of(launcher: Launcher, weight: StreamLinear, num_rows: int, output: str) -> int | None:
+    """What `make_tiles` for `linear` is given: narrow tiles where others would leave most of the
+    device without one."""
+    if weight.codec != "bf16" or output != "f32" or tile_rows(launcher) < 128:
+        return None
+    items = -(-num_rows // 128) * -(-weight.plane.shape[0] // 128)
+    return FEW_ROWS if 2 * items <= launcher.num_sms else None
+
+
 def run_groups(launcher: Launcher, args: StreamArgs, tiles: Tiles) -> None:
     """Launch on fp8 matrices that `args` describes, one for each group of rows, into bf16.
 
@@ -318,6 +330,11 @@ def down(
     return out
 
 
+def _few(launcher: Launcher, codec: str, pairs: int, experts: int) -> bool:
+    """Whether narrow tiles are faster for so many pairs."""
+    return codec == "w2" and tile_rows(launcher) == 128 and pairs <= FEW_FOR_EXPERTS * experts
+
+
 def mixture(
     launcher: Launcher,
     pool: ExpertPool,
@@ -333,12 +350,15 @@ def mixture(
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """`ExpertPool.mixture` for a prefill chunk: the same bits, weights read once per tile."""
-    top_k = expert_ids.shape[1]
-    work = plan_chunk(launcher, expert_ids, slot_of, entry_rows(launcher, codec_of(pool.format)))
+    top_k, codec, rows = expert_ids.shape[1], codec_of(pool.format), None
+    if _few(launcher, codec, expert_ids.numel(), slot_of.shape[0]):
+        rows = FEW_ROWS
+    work = plan_chunk(launcher, expert_ids, slot_of, rows or entry_rows(launcher, codec))
     inner, outer = (None, weights) if weigh_output else (weights, None)
-    tiles = make_tiles(launcher, x, work=work, top_k=top_k)
+    tiles = make_tiles(launcher, x, work=work, top_k=top_k, rows=rows)
     h = gate_up(launcher, pool, tiles, work, pair_weight=inner, limit=limit, error=error)
-    parts = down(launcher, pool, make_tiles(launcher, h, work=work), work, error=error)
+    h_tiles = make_tiles(launcher, h, work=work, rows=rows)
+    parts = down(launcher, pool, h_tiles, work, error=error)
     return combine(launcher, parts, top_k=top_k, weights=outer, shared=shared, dtype=dtype)
 
 

@@ -26,11 +26,18 @@ def routed(t: int, experts: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "d", "i"), [(W2Rows, 640, 64), (Mxfp4Rows, 640, 96), (W2Rows, 64, 2048)]
+    ("kind", "d", "i", "few"),
+    [(W2Rows, 640, 64, 24), (Mxfp4Rows, 640, 96, 24), (W2Rows, 64, 2048, 0)],
 )
 def test_prefilled_rows_have_the_bits_of_decoded_rows(
-    launcher: Emulator, kind: type[ExpertRows], d: int, i: int
+    launcher: Emulator,
+    kind: type[ExpertRows],
+    d: int,
+    i: int,
+    few: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(prefill_gemm, "FEW_FOR_EXPERTS", few)
     experts, _ = pool(kind(d, i), 3, 1)
     slot_of, error = torch.arange(3), ERROR.clone()
     ids, weights = routed(9, 3, 2)
@@ -160,6 +167,9 @@ def test_bf16_linear_has_the_bits_of_the_streaming_kernel(launcher: Emulator) ->
     tiles = prefill_gemm.make_tiles(launcher, x, fp8=False)
     assert torch.equal(prefill_gemm.linear(launcher, linear, tiles, 3, error=ERROR), streamed)
     streamed = linear(launcher, x, None, error=ERROR, workspace=space, output="f32")
+    few = prefill_gemm.rows_of(launcher, linear, 3, "f32")
+    assert few == (32 if launcher.sm == 90 else None)
+    tiles = prefill_gemm.make_tiles(launcher, x, fp8=False, rows=few)
     found = prefill_gemm.linear(launcher, linear, tiles, 3, error=ERROR, output="f32")
     assert torch.equal(found, streamed)
 

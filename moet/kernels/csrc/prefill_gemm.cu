@@ -12,17 +12,20 @@ struct TileArgs {
   int num_rows, x_divisor, k, ld_x, chunks, tokens;
 };
 
-// A tile's chunk: 128 bytes of each of its tokens, as a shared-memory operand lies. Eight lanes take
-// eight tokens, four lanes the 32-byte blocks of a token. FP8: 128 columns with one scale; else 64 bf16.
-// Groups of eight without a token are left as they are.
+// Chunks of a tile, 128 bytes of each of its tokens in a chunk, as a shared-memory operand lies. A warp
+// takes eight tokens in a chunk: eight lanes the tokens, four lanes the 32-byte blocks of a token. FP8: 128
+// columns with one scale; else 64 bf16. Groups of eight without a token are left as they are.
+constexpr int CHUNKS_AT_ONCE = 4;
 template <bool SCALED>
-DEVICE void lay_chunk(const TileArgs& p, int item) {
-  int e = item / p.chunks, chunk = item - e * p.chunks;
+DEVICE void lay_chunks(const TileArgs& p, int e, int first_chunk) {
   Entry t = {0, 0, e * p.tokens, p.num_rows - e * p.tokens};
   if (p.entries) t = p.entries[e];
   int lane = threadIdx.x & 31, block = lane >> 3;
-  uint8_t* stage = p.tiles + uint64_t(item) * p.tokens * (SCALED ? 132 : 128);
-  for (int first = (threadIdx.x >> 5) * 8; first < p.tokens && first < t.count; first += 64) {
+  int groups = ((t.count < p.tokens ? t.count : p.tokens) + 7) / 8;
+  for (int part = threadIdx.x >> 5; part < groups * CHUNKS_AT_ONCE; part += 8) {
+    int chunk = first_chunk + part % CHUNKS_AT_ONCE, first = part / CHUNKS_AT_ONCE * 8;
+    if (chunk >= p.chunks) continue;
+    uint8_t* stage = p.tiles + (uint64_t(e) * p.chunks + chunk) * (p.tokens * (SCALED ? 132 : 128));
     int token = first + (lane & 7);
     int column = chunk * (SCALED ? 128 : 64) + block * (SCALED ? 32 : 16);
     bool valid = token < t.count && column < p.k;
@@ -57,7 +60,9 @@ DEVICE void lay_all(const TileArgs& p) {
   wait_for_previous_kernel();
   let_next_kernel_start();
   int entries = p.entries ? *p.num_entries : (p.num_rows + p.tokens - 1) / p.tokens;
-  for (int i = blockIdx.x; i < entries * p.chunks; i += gridDim.x) lay_chunk<SCALED>(p, i);
+  int parts = (p.chunks + CHUNKS_AT_ONCE - 1) / CHUNKS_AT_ONCE;
+  for (int i = blockIdx.x; i < entries * parts; i += gridDim.x)
+    lay_chunks<SCALED>(p, i / parts, i % parts * CHUNKS_AT_ONCE);
 }
 KERNEL(256, 4) lay_tiles_fp8(GRID_CONSTANT TileArgs p) { lay_all<true>(p); }
 LAUNCHABLE(lay_tiles_fp8, TileArgs, 256)
@@ -87,3 +92,18 @@ PREFILL(prefill_fp8_bf16, FP8, STORE_BF16, 3, 3, 3, 0)
 PREFILL(prefill_bf16_bf16, BF16, STORE_BF16, 3, 3, 3, 0)
 PREFILL(prefill_fp8_f32, FP8, STORE_F32, 3, 3, 3, 0)
 PREFILL(prefill_bf16_f32, BF16, STORE_F32, 3, 3, 3, 0)
+
+#if MOET_SM == 90  // narrow tiles, for experts with few tokens and matrices with few rows
+KERNEL(PREFILL_THREADS, 2) prefill_w2_swiglu_few(GRID_CONSTANT StreamArgs args) {
+  PrefillGemm<W2, 4, SWIGLU, 4, 8>(args).run();
+}
+LAUNCHABLE(prefill_w2_swiglu_few, StreamArgs, PREFILL_THREADS)
+KERNEL(PREFILL_THREADS, 2) prefill_w2_bf16_few(GRID_CONSTANT StreamArgs args) {
+  PrefillGemm<W2, 4, STORE_BF16, 4, 7>(args).run();
+}
+LAUNCHABLE(prefill_w2_bf16_few, StreamArgs, PREFILL_THREADS)
+KERNEL(PREFILL_THREADS, 2) prefill_bf16_f32_few(GRID_CONSTANT StreamArgs args) {
+  PrefillGemm<BF16, 4, STORE_F32, 3, 3>(args).run();
+}
+LAUNCHABLE(prefill_bf16_f32_few, StreamArgs, PREFILL_THREADS)
+#endif

@@ -2,7 +2,7 @@
 // up to 8 GROUPS tokens. Weights are decoded once per tile in registers and meet all its tokens; the next
 // chunk's are read while the matrix units are busy. Each lane copies its own weights through a private
 // ring, ahead and across tiles (DEPTH 0: reads them a chunk ahead); the tokens come as tiles laid out for
-// the matrix units (TileArgs), their scales and they in a copy each, by a warpgroup of its own.
+// the matrix units (TileArgs), one copy a chunk, by a warpgroup of its own.
 //
 // The sum of a row has the very order of stream_gemm.cuh (segments, halves, slices), so that a token's
 // result has the same bits whether it was prefilled or decoded, and whatever else was in its tile.
@@ -18,6 +18,7 @@ constexpr int STAGED_COLUMNS = 72;    // of a staged token: 64, and room that ke
 template <int CODEC, int GROUPS, int EPILOGUE, int STAGES, int DEPTH>
 struct PrefillGemm {
   static constexpr int TOKENS = 8 * GROUPS;
+  static constexpr bool FEW = MOET_SM == 90 && GROUPS <= 4;  // two CTAs share an SM
   // Token groups of an entry at most: NVFP4 sums three times and has registers for fewer.
   static constexpr int MOST = CODEC == NVFP4 ? (MOET_SM == 90 ? 12 : 4) : GROUPS;
   static constexpr int CODE_BYTES = CODEC == NVFP4 ? 1024 : chunk_bytes(CODEC);  // of a warp's chunk
@@ -25,8 +26,7 @@ struct PrefillGemm {
   static constexpr bool SCALED = CODEC != BF16;
   static constexpr bool POWERS = has_scale_plane(CODEC);      // weight scales ride in exponents
   static constexpr bool PLANE = POWERS || CODEC == NVFP4;     // a word of scales a lane
-  // In global memory a stage is the scales of a chunk's tokens, then the tokens; in shared memory they
-  // lie apart. A place: a chunk's weights, of all lanes.
+  // A stage: the scales of a chunk's tokens, then the tokens. A place: a chunk's weights, of all lanes.
   static constexpr int TOKEN_SCALE_BYTES = SCALED ? TOKENS * 4 : 0;
   static constexpr int STAGE_BYTES = TOKEN_SCALE_BYTES + TOKENS * 128;
   static constexpr int CODE_PLACE_BYTES = THREADS * WORDS * 16;
@@ -51,7 +51,7 @@ struct PrefillGemm {
     uint32_t base;
     float weight_scale;
   } ahead;
-  int place, stage, parity, scale_place;
+  int place, stage, parity;
 
   // The item at work, and what this thread knows of its token tid % 128.
   Entry now;
@@ -70,13 +70,9 @@ struct PrefillGemm {
   // A stage's barriers: its bytes are here; its eight warps are done with them.
   DEVICE static uint64_t* full(int s) { return reinterpret_cast<uint64_t*>(dynamic_shared()) + s; }
   DEVICE static uint64_t* empty(int s) { return full(STAGES + s); }
-  // A load may be served after its warp has arrived at a barrier. Scales are sure to have been read when
-  // they are multiplied with, which may be after the warp left the stage but is before it leaves the next
-  // one: there is a place more for them than there are stages.
-  static constexpr int SCALE_PLACES = STAGES + 1;
-  DEVICE static uint8_t* scales_at(int s) { return dynamic_shared() + 128 + s * TOKEN_SCALE_BYTES; }
-  DEVICE static uint8_t* tokens_at(int s) { return scales_at(SCALE_PLACES) + s * (TOKENS * 128); }
-  DEVICE static uint8_t* places(int s) { return tokens_at(STAGES) + s * PLACE_BYTES; }
+  DEVICE static uint8_t* ring(int s) { return dynamic_shared() + 128 + s * STAGE_BYTES; }
+  DEVICE static uint8_t* tokens_at(int s) { return ring(s) + TOKEN_SCALE_BYTES; }
+  DEVICE static uint8_t* places(int s) { return ring(STAGES) + s * PLACE_BYTES; }
   // Places of this thread, 128 floats apart, of warpgroups one after the other. Those of a are there if
   // segments or slices are several.
   DEVICE float* waiting_b() const {
@@ -119,9 +115,9 @@ struct PrefillGemm {
     return EPILOGUE == SWIGLU ? in_segment * 4 + warp : in_segment * 8 + group * 4 + warp;
   }
 
-  // The copying thread.
+  // The copying thread: a chunk of tokens in one piece.
   DEVICE void copy_all() {
-    int to = 0, scales_to = 0, turn = 1;  // a new barrier's phase before the first counts as ended
+    int to = 0, turn = 1;  // a new barrier's phase before the first counts as ended
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
       int e = item / p.tiles;
       uint32_t bytes = TOKEN_SCALE_BYTES + groups_of(entry(e).count) * 1024;
@@ -129,9 +125,7 @@ struct PrefillGemm {
       for (int chunk = 0; chunk < total_chunks; chunk++) {
         barrier_wait(empty(to), turn);
         barrier_arrive_expecting(full(to), bytes);
-        if constexpr (SCALED) copy_bulk(scales_at(scales_to), from, TOKEN_SCALE_BYTES, full(to));
-        if (++scales_to == SCALE_PLACES) scales_to = 0;
-        copy_bulk(tokens_at(to), from + TOKEN_SCALE_BYTES, bytes - TOKEN_SCALE_BYTES, full(to));
+        copy_bulk(ring(to), from, bytes, full(to));
         from += STAGE_BYTES;
         if (++to == STAGES) to = 0, turn ^= 1;
       }
@@ -230,9 +224,10 @@ struct PrefillGemm {
     if constexpr (DEPTH == 0) step();
   }
 
-  // This warp is done with a stage. The debug build lets every lane say so: race checkers follow that.
+  // This warp is done with a stage. A load may be served after its warp has arrived at a barrier: so this
+  // comes behind a branch that comes behind everything that computes with what was loaded. The debug
+  // build lets every lane say so: race checkers follow that.
   DEVICE void leave_stage() {
-    if (++scale_place == SCALE_PLACES) scale_place = 0;
     sync_warp();
     if (LEAVING == THREADS || lane == 0) barrier_arrive(empty(stage));
     if (++stage == STAGES) stage = 0, parity ^= 1;
@@ -243,11 +238,11 @@ struct PrefillGemm {
   static constexpr int LEAVING = THREADS / 32;
 #endif
 
-  // The scales of this lane's tokens in the chunk.
+  // The scales of this lane's tokens at the stage.
   template <int NT>
   DEVICE void read_scales(float* scales_of) const {
     if constexpr (SCALED) {
-      const float* s = reinterpret_cast<const float*>(scales_at(scale_place)) + 2 * (lane & 3);
+      const float* s = reinterpret_cast<const float*>(ring(stage)) + 2 * (lane & 3);
 #pragma unroll
       for (int n = 0; n < NT; n++) scales_of[2 * n] = s[8 * n], scales_of[2 * n + 1] = s[8 * n + 1];
     }
@@ -273,7 +268,7 @@ struct PrefillGemm {
   }
 
   // Multiplies the next stage with the chunk that was read ahead, and reads the one after it meanwhile.
-  // Returns the chunk's row base.
+  // Returns the chunk's row base. The caller leaves the stage.
   template <int NT>
   DEVICE uint32_t multiply_chunk(float* sum, int in_segment) {
     Chunk chunk = ahead;
@@ -282,14 +277,15 @@ struct PrefillGemm {
     if constexpr (CODEC == NVFP4) {
       next_chunk_of_weights(following);
       barrier_wait(full(stage), parity);
-      multiply_blocks<NT>(part, chunk);
       read_scales<NT>(scales_of);
+      multiply_blocks<NT>(part, chunk);
     } else {
       uint32_t a[4][4];
 #pragma unroll
       for (int j = 0; j < 4; j++) decode_block<CODEC>(chunk.codes, j, chunk.scale, p.masks, a[j]);
       if constexpr (DEPTH == 0) next_chunk_of_weights(following);
       barrier_wait(full(stage), parity);
+      read_scales<NT>(scales_of);
       BOperand b = b_operand(tokens_at(stage), 1024);
       mma_begin();
 #if MOET_SM == 120
@@ -301,13 +297,11 @@ struct PrefillGemm {
       mma_commit();
       // Codes that are operands as they stand may not be overwritten while they are read.
       if constexpr (DEPTH > 0 && PLANE) next_chunk_of_weights(following);
-      read_scales<NT>(scales_of);
       mma_wait<0>();
       results_are_here<4 * NT>(part);
       if constexpr (DEPTH > 0 && !PLANE) next_chunk_of_weights(following);
     }
     fold<NT>(sum, part, scales_of, chunk.weight_scale);
-    leave_stage();
     return chunk.base;
   }
   DEVICE void next_chunk_of_weights(int in_segment) {
@@ -400,6 +394,7 @@ struct PrefillGemm {
     bool half_open = false;  // waiting_a holds earlier segments of this half
 #pragma unroll 1
     for (int chunk = 0; chunk < total_chunks; chunk++) {
+      if (chunk > 0) leave_stage();
       uint32_t base = multiply_chunk<NT>(sum, in_segment);
       if (EPILOGUE == SWIGLU && chunk == 0 && p.pair_weight) token_weight = p.pair_weight[token_row];
       bool segment_ends = ++in_segment == p.chunks;
@@ -421,6 +416,7 @@ struct PrefillGemm {
         if (++slice < p.slices) put<NT>(sum, waiting_a());
       }
     }
+    leave_stage();
   }
 
   DEVICE void run() {
@@ -433,16 +429,16 @@ struct PrefillGemm {
     let_next_kernel_start();
     items = (p.entries ? *p.num_entries : (p.num_rows + TOKENS - 1) / TOKENS) * p.tiles;
     if (tid >= THREADS) {
-      give_registers<40>();
+      give_registers<FEW ? 24 : 40>();
       if (tid == THREADS) copy_all();
     } else {
-      take_registers<232>();
+      take_registers<FEW ? 104 : 232>();
       multiply_all();
     }
   }
 
   DEVICE void multiply_all() {
-    place = stage = parity = scale_place = 0;
+    place = stage = parity = 0;
     next_item = blockIdx.x;
     aim();
     for (int s = 0; s < DEPTH; s++) fetch(s);
