@@ -65,7 +65,6 @@ class Bench:
     fp4_layers: int
     disk_layers: int
     folder: Path
-    memory_folder: Path
     rig: Rig = field(init=False)
     host: HostSide = field(init=False)
     link: float = field(init=False)
@@ -245,6 +244,9 @@ def launches(bench: Bench) -> Results:
             error=cache.error,
         )
     )
+    listed = torch.zeros(TOP_K + 1, 4, dtype=torch.int32, device="cuda")
+    listed[:TOP_K, 0], listed[:TOP_K, 1] = experts.tables.slot_of[ids[0]], ids[0]
+    num_listed = torch.tensor([TOP_K], dtype=torch.int32, device="cuda")
     found["resolve and fetch in one launch, hits alone, us"] = repeated(
         lambda: bring_on_device(
             cache.launcher,
@@ -256,13 +258,14 @@ def launches(bench: Bench) -> Results:
             first_row=0,
             num_experts=num_experts,
             error=cache.error,
+            lists=[(listed, num_listed)],
         )
     )
-    for count in (0, 1, 2, 6):
-        for ctas in (8, 16, 32) if count else (8,):
-            cache.wanted.rows[:count] = torch.arange(count)
-            cache.wanted.slots[:count] = torch.arange(count)
-            cache.wanted.count.fill_(count)
+    for rows_wanted in (1, 2, 6):
+        for ctas in (8, 16):
+            cache.wanted.rows[:rows_wanted] = torch.arange(rows_wanted)
+            cache.wanted.slots[:rows_wanted] = torch.arange(rows_wanted)
+            cache.wanted.count.fill_(rows_wanted)
             taken_us = repeated(
                 lambda n=ctas: fetch_on_device(  # type: ignore[misc]
                     cache.launcher,
@@ -275,42 +278,49 @@ def launches(bench: Bench) -> Results:
                     num_ctas=n,
                 )
             )
-            rate = count * rig.form.row_bytes / taken_us / 1e3
-            found[f"fetch of {count}, {ctas} CTAs"] = {"us": taken_us, "GB/s": round(rate, 1)}
+            rate = rows_wanted * rig.form.row_bytes / taken_us / 1e3
+            found[f"fetch of {rows_wanted}, {ctas} CTAs"] = {"us": taken_us, "GB/s": round(rate, 1)}
     print({k: v for k, v in found.items() if "rows" not in k}, flush=True)
     return found
 
 
 def bring(bench: Bench) -> Results:
-    """Ways to bring what is missing, side by side on the same tokens: one list of ids gone through
-    by the first CTA, or a look at the list of the chosen by all."""
+    """Ways to bring what is missing, side by side on the same tokens; the best one that changed
+    nothing is used from here on."""
     rig, found = bench.rig, {}
+    forms = {
+        f"{ctas} CTAs{', early' if early else ''}": {"num_ctas": ctas, "early": early}
+        for early in (False, True)
+        for ctas in (16, 8)
+    }
+    sums, sound = dict.fromkeys(forms, 0.0), dict.fromkeys(forms, True)
     for num_rows, rate, skew in ((1, 0.987, 2.531), (1, 0.96, 1.781), (3, 0.987, 2.531)):
         rig.set_skew(bench.skews.get((num_rows, rate), skew))
-        pools = {
-            name: rig.pool(bench.host, bench.slots(LARGE_POOL), quick=quick)
-            for name, quick in (("by ids", False), ("by list", True))
-        }
+        slots = bench.slots(LARGE_POOL)
+        pools = {name: rig.pool(bench.host, slots, **form) for name, form in forms.items()}
         steps = {name: CapturedStep(rig, pool, num_rows) for name, pool in pools.items()}
         steps["resident"] = bench.resident[num_rows]
         totals = dict.fromkeys(steps, 0.0)
-        for n in range(3 * WARM_STEPS):
+        for n in range(WARM_STEPS + 2 * STEPS):
             tokens = rig.tokens(num_rows)
             for name, step in steps.items():
                 taken = step(tokens)
                 totals[name] += taken if n >= WARM_STEPS else 0.0
-        case: Results = {f"{k} ms": round(v / (2 * WARM_STEPS), 4) for k, v in totals.items()}
-        counts = [pool.counts() for pool in pools.values()]
-        case["same books"] = counts[0] == counts[1] and bool(
-            torch.equal(*(pool.tables.row_of for pool in pools.values()))
-            and torch.equal(*(pool.tables.uses for pool in pools.values()))
-        )
-        case["hits and misses"] = counts[0]
-        for name in pools:
-            case[f"same bits, {name}"] = compare(rig, steps[name], steps["resident"], 3).same
+        case: Results = {f"{k} ms": round(v / (2 * STEPS), 4) for k, v in totals.items()}
+        books = {name: pool.tables for name, pool in pools.items()}
+        first = next(iter(books.values()))
+        for name, tables in books.items():
+            sums[name] += totals[name]
+            sound[name] &= torch.equal(tables.row_of, first.row_of)
+            sound[name] &= torch.equal(tables.uses, first.uses)
+            sound[name] &= compare(rig, steps[name], steps["resident"], 2).same
+        case["same bits and books"] = all(sound.values())
         case["error word"] = int(rig.device.error)
         found[f"{num_rows} rows, {100 * rate:.1f} % aimed at"] = case
         print(num_rows, rate, case, flush=True)
+    best = min((name for name in forms if sound[name]), key=lambda name: sums[name])
+    rig.bring, found["best"] = forms[best], best
+    print(best, sound, flush=True)
     return found
 
 
@@ -393,6 +403,7 @@ def open_fp4(bench: Bench) -> tuple[Rig, HostSide]:
         rig = Rig(bench.device, bench.fp4_layers, "fp4")
         arena, found = rig.to_host()
         print(f"FP4 rows of {bench.fp4_layers} layers", found, flush=True)
+        rig.bring = bench.rig.bring
         bench.fp4 = rig, HostSide(arena=arena)
     return bench.fp4
 
@@ -478,7 +489,7 @@ def kept_rows(bench: Bench, folder: Path) -> Path:
     """A file of the rows of the layers that are tried over a file."""
     path = folder / "moet-bench-rows.w2"
     if path not in bench.files:
-        seconds = write_rows(bench.rig, path, bench.num_file_rows)
+        seconds = write_rows(bench.host.arena, path, bench.num_file_rows)
         size = bench.num_file_rows * bench.rig.form.row_bytes / GIB
         bench.files[path] = f"{size:.2f} GiB written in {seconds:.1f} s"
         print(path, bench.files[path], flush=True)
@@ -486,58 +497,36 @@ def kept_rows(bench: Bench, folder: Path) -> Path:
 
 
 def from_file(bench: Bench) -> Results:
-    path = kept_rows(bench, bench.memory_folder)
+    path = kept_rows(bench, bench.folder)
     found = start(bench.rig, path, bench.num_file_rows)
     print(found, flush=True)
     return {"start from a file in the page cache": found}
 
 
-def over_files(bench: Bench, folder: Path, kind: str) -> Results:
-    path = kept_rows(bench, folder)
+def over_disk(bench: Bench) -> Results:
+    path = kept_rows(bench, bench.folder)
     found: Results = {
-        f"one row read alone, {kind}, ms": one_read(
-            path, bench.rig.form.row_bytes, bench.num_file_rows
-        )
+        "one row read alone, ms": one_read(path, bench.rig.form.row_bytes, bench.num_file_rows)
     }
     print(found, flush=True)
     small = first_layers(bench.rig, bench.disk_layers)
     for rate, skew in ((98.7, 2.531), (96.0, 1.781)):
-        name = f"arena of 27 % of the rows over {kind}, warm, {rate:.1f} % aimed at"
+        name = f"arena of 27 % of the rows over a disk, warm, {rate:.1f} % aimed at"
         skew = bench.skews.get((1, rate / 100), skew)
         found[name] = over_a_file(small, bench.host, path, skew, LARGE_POOL)
         print(name, found[name], flush=True)
     return found
 
 
-def over_memory(bench: Bench) -> Results:
-    return over_files(bench, bench.memory_folder, "memory")
-
-
-def over_disk(bench: Bench) -> Results:
-    return over_files(bench, bench.folder, "a disk")
-
-
-def disk_alone(bench: Bench) -> Results:
-    """What the disk takes for a row that nothing else is read beside."""
-    path = bench.folder / "moet-bench-rows.few"
-    write_rows(bench.rig, path, 64)
-    found = one_read(path, bench.rig.form.row_bytes, 64)
-    path.unlink()
-    print(found, flush=True)
-    return {"one row read alone, a disk, ms": found}
-
-
 PARTS: dict[str, Callable[[Bench], Results]] = {
     "open": open_bench,
-    "decode": decode,
     "bring": bring,
+    "decode": decode,
     "launches": launches,
-    "uniform": uniform,
-    "prefill": prefill,
     "start": from_file,
-    "memory": over_memory,
-    "disk-row": disk_alone,
     "disk": over_disk,
+    "prefill": prefill,
+    "uniform": uniform,
     "fp4": fp4_prefill,
     "policies": policies,
 }
@@ -568,8 +557,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--fp4-layers", type=int, default=10)
     parser.add_argument("--disk-layers", type=int, default=8)
-    parser.add_argument("--folder", type=Path, default=Path("/tmp"), help="of a disk, for rows")
-    parser.add_argument("--memory-folder", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--folder", type=Path, default=Path("/tmp"), help="for a file of rows")
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--seconds", type=float, default=250.0, help="after which no part begins")
     parser.add_argument("--commit", default="unknown")
@@ -577,9 +565,7 @@ def main() -> None:
     args = parser.parse_args()
     device = open_gpu()
     results: Results = {}
-    bench = Bench(
-        device, args.layers, args.fp4_layers, args.disk_layers, args.folder, args.memory_folder
-    )
+    bench = Bench(device, args.layers, args.fp4_layers, args.disk_layers, args.folder)
     out = args.out or Path(os.environ.get("OUT", ".")) / "experts.json"
     started = perf_counter()
     for part in dict.fromkeys(["open", *args.parts.split(",")]):

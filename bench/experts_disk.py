@@ -22,7 +22,7 @@ from moet.runtime.experts.open_gpu import START_READERS, least_places, read_rows
 from moet.runtime.experts.store import DeviceExperts
 
 ARENA_SHARE = 0.27
-WARM_STEPS, STEPS = 400, 80
+WARM_STEPS, WARM_ROWS, STEPS = 300, 8, 200  # steps of so many tokens, then those that are timed
 
 Results = dict[str, Any]
 
@@ -40,14 +40,12 @@ class Watched(RowFeeder):
         return rows
 
 
-def write_rows(rig: Rig, path: Path, num_rows: int) -> float:
+def write_rows(arena: Arena, path: Path, num_rows: int) -> float:
     """The first rows into a file; the seconds that it took."""
     begin = perf_counter()
-    with path.open("wb") as out:
-        for first in range(0, num_rows, 64):
-            part = rig.resident.rows[first : min(num_rows, first + 64)].cpu()
-            out.write(part.numpy().data)
-        out.flush()
+    with path.open("wb", buffering=0) as out:
+        for row in range(num_rows):
+            out.write(arena.place(row).numpy().data)
         os.fsync(out.fileno())
     return perf_counter() - begin
 
@@ -87,17 +85,14 @@ def start(rig: Rig, path: Path, num_rows: int) -> Results:
 def one_read(path: Path, row_bytes: int, num_rows: int) -> Results:
     """Milliseconds of a row that nothing else is read beside, by how it is read."""
     buffer, draw, found = page_aligned(row_bytes), Random(1), {}
-    for direct in (True, False):
-        for pieces in (1, 4, 8):
-            file = RowFile(path, row_bytes, num_readers=8, num_pieces=pieces, direct=direct)
-            times = []
-            for _ in range(12):
-                begin = perf_counter()
-                file.read(draw.randrange(num_rows), buffer).result()
-                times.append(1e3 * (perf_counter() - begin))
-            file.close()
-            name = f"{'direct' if direct else 'page cache'}, {pieces} pieces"
-            found[name] = round(median(times), 3)
+    for how, direct in (("past the page cache", True), ("from the page cache", False)):
+        file, times = RowFile(path, row_bytes, direct=direct), []
+        for _ in range(15):
+            begin = perf_counter()
+            file.read(draw.randrange(num_rows), buffer).result()
+            times.append(1e3 * (perf_counter() - begin))
+        file.close()
+        found[how] = round(median(times), 3)
     return found
 
 
@@ -124,6 +119,7 @@ def first_layers(rig: Rig, num_layers: int) -> Rig:
     small.resident = DeviceExperts(
         rig.form, rig.resident.rows[:num_rows], rig.bases[:num_rows], small.layers
     )
+    small.bring = rig.bring
     return small
 
 
@@ -141,7 +137,7 @@ def over_a_file(
     arena = Arena(num_places, row_bytes, pin=True)
     feeder = Watched(
         arena,
-        RowFile(path, row_bytes, num_readers=8, num_pieces=4),
+        RowFile(path, row_bytes),
         place_of,
         requests,
         file_rows=range(num_rows),
@@ -153,9 +149,10 @@ def over_a_file(
         pools = [small.pool(side, int(pool_share * num_rows)) for side in (pinned, host)]
         steps = [CapturedStep(small, pool, 1) for pool in pools]
         resident = CapturedStep(small, small.resident, 1)
+        warm = [CapturedStep(small, pool, WARM_ROWS) for pool in pools]
         for _ in range(WARM_STEPS):
-            tokens = small.tokens(1)
-            for step in steps:
+            tokens = small.tokens(WARM_ROWS)
+            for step in warm:
                 step(tokens)
         warming, asked = feeder.counts.num_reads, len(feeder.asked)
         waited_s, (hits, misses) = feeder.counts.wait_s, pools[1].counts()
@@ -176,6 +173,7 @@ def over_a_file(
             "pinned ms": round(pinned_ms, 3),
             "disk ms": round(disk_ms, 3),
             "of the pinned rate": round(pinned_ms / disk_ms, 3),
+            "tokens while warming up": WARM_STEPS * WARM_ROWS,
             "reads while warming up": warming,
             "reads a step": reads / STEPS,
             "of these an ideal choice would do": ideal_reads(feeder.asked, num_places, asked)

@@ -48,6 +48,7 @@ class Rig:
         self._biases = [(r.bias, r.bias.clone()) for r in routers if r.bias is not None]
         self._tables = [r.table for r in routers if r.table is not None]
         self.skew = 1.0
+        self.bring: dict[str, Any] = {}  # options of CachedExperts
         self.kv = state(self.model, -(-2 * CONTEXT // PAGE), 2)
         with torch.inference_mode():
             self.model.forward(chunk_of(self.tokens(CONTEXT), 0), self.kv, self.resident)
@@ -111,10 +112,10 @@ class Rig:
         host: HostSide,
         num_slots: int,
         layers: Sequence[int] = (),
-        *,
-        quick: bool = False,
+        **bring: Any,
     ) -> CachedExperts:
-        """A cold pool; layers: the first ones of the rig's, by default all."""
+        """A cold pool; layers: the first ones of the rig's, by default all. bring: how it brings
+        rows; by default as `self.bring` says."""
         layers = layers or self.layers
         num_rows = len(layers) * (len(self.bases) // len(self.layers))
         return CachedExperts(
@@ -125,7 +126,7 @@ class Rig:
             layers,
             num_slots,
             error=self.device.error,
-            quick=quick,
+            **(bring or self.bring),
         )
 
 

@@ -59,6 +59,7 @@ class BringArgs(ctypes.Structure):
         ("resolve", ResolveArgs),
         ("fetch", FetchArgs),
         ("ready", ctypes.c_void_p),
+        ("early", ctypes.c_int32),
     ]
 
 
@@ -222,18 +223,20 @@ def bring_on_device(
     first_row: int,
     num_experts: int,
     error: Tensor,
-    lists: Sequence[tuple[Tensor, Tensor]] = (),
+    lists: Sequence[tuple[Tensor, Tensor]],
     num_ctas: int = FETCH_CTAS,
     timeout_s: float = 2.0,
-    quick: bool = False,
+    early: bool = False,
 ) -> None:
-    """resolve_on_device and then fetch_on_device in one launch, whose CTAs wait for each other.
+    """resolve_on_device and then fetch_on_device in one launch, whose CTAs wait for each other, and
+    leave at once where the first list says that all are there.
 
-    quick: see from the first list whether anything is missing, and leave if not. It must have every
-    expert of expert_ids once, with its slot or -1, and room for as many as these are.
+    lists: the first one must have every expert of expert_ids once, with its slot or -1, and room
+    for as many as these are. early: let the CTAs of the next kernel come before this one begins; it
+    must read nothing of the two kernels before it until this one is over.
     """
     launcher.launch(
-        "bring_missing_experts" if quick else "bring_experts",
+        "bring_experts",
         grid=num_ctas,
         threads=RESOLVE_THREADS,
         shared_bytes=RESOLVE_SHARED_BYTES,
@@ -243,6 +246,7 @@ def bring_on_device(
             ),
             _fetch_args(pool, tables, host, wanted, first_row // num_experts, error, timeout_s),
             wanted.ready.data_ptr(),
+            early,
         ),
     )
 
@@ -252,7 +256,7 @@ class DeviceCache:
     """A pool of slots on a GPU that fetches rows itself, with what its two kernels need.
 
     side: a stream on which rows are copied while the current one goes on; None: they come in turn.
-    timeout_s: after which a fetch gives up on rows from disk. quick: as in bring_on_device.
+    timeout_s: after which a fetch gives up on rows from disk. early: as in bring_on_device.
     """
 
     launcher: Launcher
@@ -264,7 +268,7 @@ class DeviceCache:
     side: torch.cuda.Stream | None = None
     num_ctas: int = FETCH_CTAS
     timeout_s: float = 2.0
-    quick: bool = False
+    early: bool = False
 
     def prepare(
         self,
@@ -292,7 +296,7 @@ class DeviceCache:
                 lists=lists,
                 num_ctas=self.num_ctas,
                 timeout_s=self.timeout_s,
-                quick=self.quick,
+                early=self.early,
             )
             return
         resolve_on_device(

@@ -46,6 +46,7 @@ def cached(layer: Layer, device: Device, num_slots: int) -> tuple[CachedTable, t
         ),
         FetchList.on("cpu", EXPERTS, 1),
         device.error,
+        num_ctas=2,
     )
     table = CachedTable(
         layer.table.format, pool, tables.slot_of, layer.table.bases, cache=cache, first_row=0

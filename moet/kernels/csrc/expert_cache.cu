@@ -311,6 +311,7 @@ struct BringArgs {
   FetchArgs fetch;
   uint32_t* ready;  // whether the list is made, CTAs that saw the old one and that are through; zeros
                     // between launches
+  int early;        // the next kernel's CTAs may come while the previous one still runs
 };
 
 // Tells the other CTAs that the list is made, copies rows with them, and leaves zeros behind.
@@ -325,16 +326,6 @@ DEVICE void share_list(const BringArgs& p) {
   sync_threads();
   if (tells && atomic_add(p.ready + 2, 1) == gridDim.x - 1) p.ready[0] = p.ready[1] = p.ready[2] = 0;
 }
-
-// Both in one launch: the first CTA finds slots while the others wait for its list. They are few
-// enough to be on the chip together.
-KERNEL(RESOLVE_THREADS, 1) bring_experts(GRID_CONSTANT BringArgs p) {
-  wait_for_previous_kernel();
-  let_next_kernel_start();
-  if (blockIdx.x == 0) resolve(p.resolve, [] {});
-  share_list(p);
-}
-LAUNCHABLE(bring_experts, BringArgs, RESOLVE_THREADS)
 
 // Whether all listed experts have slots, as every warp finds out by itself; if so, and `touches`, the
 // books are kept here.
@@ -358,11 +349,13 @@ DEVICE bool all_there(const ResolveArgs& p, bool touches) {
   return true;
 }
 
-// The same; where nothing is missing, which the list of the chosen experts tells, every CTA leaves at
-// once. Otherwise that list may not change before all of them have seen it.
-KERNEL(RESOLVE_THREADS, 1) bring_missing_experts(GRID_CONSTANT BringArgs p) {
+// Both in one launch: the first CTA finds slots while the others wait for its list; they are few enough
+// to be on the chip together. Where nothing is missing, which the list of the chosen experts tells,
+// every CTA leaves at once; otherwise that list may not change before all of them have seen it.
+KERNEL(RESOLVE_THREADS, 1) bring_experts(GRID_CONSTANT BringArgs p) {
+  if (p.early) let_next_kernel_start();
   wait_for_previous_kernel();
-  let_next_kernel_start();
+  if (!p.early) let_next_kernel_start();
   if (all_there(p.resolve, blockIdx.x == 0 && threadIdx.x < 32)) return;
   sync_threads();
   if (blockIdx.x) {
@@ -376,7 +369,7 @@ KERNEL(RESOLVE_THREADS, 1) bring_missing_experts(GRID_CONSTANT BringArgs p) {
   }
   share_list(p);
 }
-COOPERATING(bring_missing_experts, BringArgs, RESOLVE_THREADS)
+COOPERATING(bring_experts, BringArgs, RESOLVE_THREADS)
 
 constexpr int RECORD_THREADS = 256;
 

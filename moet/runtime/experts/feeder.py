@@ -110,6 +110,11 @@ class RowFeeder:
         """Rows in memory."""
         return len(self._uses)
 
+    def rows(self) -> list[int]:
+        """Rows in memory, those of the most uses first."""
+        held = list(self._uses.items())
+        return [row for row, _ in sorted(held, key=lambda each: -each[1])]
+
     def check(self) -> None:
         """Raise AssertionError unless every place has one owner. Not while the thread runs."""
         owned = [int(self._place_of[row]) for row in self._uses]

@@ -87,9 +87,9 @@ class CachedExperts:
         overlap: bool = True,
         num_ctas: int = FETCH_CTAS,
         timeout_s: float = FETCH_TIMEOUT_S,
-        quick: bool = False,
+        early: bool = False,
     ) -> None:
-        """overlap: copy rows on a stream of their own while the shared expert runs. quick: as
+        """overlap: copy rows on a stream of their own while the shared expert runs. early: as
         DeviceCache has it."""
         device, num_rows = bases.device, len(bases)
         self.form, self.host, self.layers = form, host, tuple(layers)
@@ -109,7 +109,7 @@ class CachedExperts:
             else None,
             num_ctas=num_ctas,
             timeout_s=timeout_s,
-            quick=quick,
+            early=early,
         )
         self._tables = self._made_tables()
 
@@ -219,10 +219,13 @@ class CachedExperts:
         return hits, misses
 
     def heat(self) -> list[int]:
-        """Resident rows, those of the most uses first; waits for the device."""
+        """Rows of the pool, then those of an arena over a disk, each those of the most uses first;
+        waits for the device."""
         slots = (self.tables.row_of >= 0).nonzero()[:, 0]
         order = self.tables.uses[slots].sort(descending=True, stable=True).indices
-        return self.tables.row_of[slots[order]].tolist()
+        rows: list[int] = self.tables.row_of[slots[order]].tolist()
+        feeder = self.host.feeder
+        return rows if feeder is None else list(dict.fromkeys([*rows, *feeder.rows()]))
 
     def stats(self) -> TierStats:
         """The books; waits for the device. A layer's stall is the time that its copies took, of

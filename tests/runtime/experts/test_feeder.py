@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from moet.errors import ExpertReadError
 from moet.kernels.layout import W2Rows
 from moet.runtime.experts.disk import RowFile
 from moet.runtime.experts.feeder import RowFeeder
@@ -156,17 +155,3 @@ def test_a_storm_leaves_every_row_right_or_absent(tmp_path: Path) -> None:
     kernels = emulation.build(("expert_cache",), 90, num_sms=2)
     happened = storm(kernels, torch.device("cpu"), tmp_path, 30)
     assert min(happened.values()) > 0, happened
-
-
-def test_a_row_in_pieces_comes_whole_or_not_at_all(tmp_path: Path) -> None:
-    row_bytes = 5 * 4096
-    content = torch.randint(0, 256, (2, row_bytes), dtype=torch.uint8)
-    path = tmp_path / "rows"
-    path.write_bytes(content.numpy().tobytes()[: -3 * 4096])
-    file, arena = RowFile(path, row_bytes, num_pieces=3), Arena(1, row_bytes)
-    file.read(0, arena.place(0)).result(20)
-    assert torch.equal(arena.place(0), content[0])
-    assert file.num_bytes_read == row_bytes
-    with pytest.raises(ExpertReadError, match=r"rows, row 1 .*: ends after"):
-        file.read(1, arena.place(0)).result(20)
-    file.close()

@@ -144,6 +144,10 @@ def test_rows_on_disk_are_served_and_heat_is_kept(
             assert torch.equal(row, pack.expert_row("w2", layer, expert_id))
     served.caches["w2"].check()
     assert served.caches["w2"].num_static == 2
+    heat, feeder = served.caches["w2"].heat(), served.caches["w2"].host.feeder
+    assert feeder is not None
+    assert set(feeder.rows()) < set(heat)
+    assert len(set(heat)) == len(heat)
     hot = served.precisions.providers["w2+hot"].resolve(layers[2], ids)
     for expert_id, tier_of in ((14, "fp4"), (3, "w2")):
         row = pack.expert_row(tier_of, layers[2], expert_id)  # type: ignore[arg-type]
