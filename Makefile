@@ -12,6 +12,7 @@ DRAFTS := $(if $(filter demo demo-glm,$(MODEL)),--spec-tokens 3)
 serve: .venv/installed
 	$(BIN)/moet serve $(MODEL) $(DRAFTS) $(ARGS)
 
+test: export PYTHONDONTWRITEBYTECODE =
 test: .venv/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
@@ -31,12 +32,14 @@ clean:
 	$(PYTHON) -m venv .venv
 
 # Without an NVIDIA GPU, one torch release is pinned so that the CPU results stay comparable.
+TORCH = $(shell $(BIN)/python -c "import torch" 2>/dev/null || command -v nvidia-smi >/dev/null \
+	|| echo torch==2.13.0)
+
 .venv/installed: pyproject.toml | .venv/bin/python
-	$(BIN)/python -c "import torch" 2>/dev/null || command -v nvidia-smi >/dev/null \
-		|| $(BIN)/python -m pip install -q torch==2.13.0
-	$(BIN)/python -m pip install -q -e .
+	$(BIN)/python -m pip install -q $(TORCH) -e .
 	touch $@
 
-.venv/installed-dev: .venv/installed
-	$(BIN)/python -m pip install -q -e ".[dev]"
-	touch $@
+# What tests import of thousands of files is compiled when they do, once for all their processes.
+.venv/installed-dev: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install -q --no-compile $(TORCH) -e ".[dev]"
+	touch .venv/installed $@

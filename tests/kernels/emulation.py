@@ -74,3 +74,9 @@ def _library(source: str, sm: int) -> Path:
         assert done.returncode == 0, done.stderr
         unfinished.rename(library)
     return library
+
+
+if __name__ == "__main__":  # all ahead of the tests, by any Python and without packages
+    for name in sorted(path.stem for path in CSRC.glob("*.cu") if path.stem != "bandwidth"):
+        for architecture in SHARED_BYTES:
+            _library(name, architecture)
