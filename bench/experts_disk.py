@@ -20,7 +20,8 @@ from moet.runtime.experts.disk import RowFile
 from moet.runtime.experts.feeder import RowFeeder
 from moet.runtime.experts.gpu import HostSide
 from moet.runtime.experts.host import Arena, mapped_numbers, page_aligned
-from moet.runtime.experts.open_gpu import START_READERS, least_places, read_rows
+from moet.runtime.experts.open_gpu import least_places
+from moet.runtime.experts.staged import START_READERS, read_rows
 from moet.runtime.experts.store import DeviceExperts
 
 ARENA_SHARE = 0.27

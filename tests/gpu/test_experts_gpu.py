@@ -29,6 +29,7 @@ from moet.runtime.experts.host import RETRY_AFTER_S, Arena, mapped_numbers
 from moet.runtime.experts.hot import write_hot
 from moet.runtime.experts.layer_stream import ByLength, LayerStream, stream_from
 from moet.runtime.experts.open_gpu import least_places
+from moet.runtime.experts.staged import StagedRows
 from moet.runtime.experts.store import DeviceExperts
 from moet.runtime.experts.traces import read_trace
 from moet.runtime.loader import load_core
@@ -89,7 +90,12 @@ class Rig:
             in_flight=self.num_experts,
         )
         feeder.start()
-        return HostSide(arena=arena, place_of=place_of, requests=requests, feeder=feeder)
+        staged = StagedRows(
+            RowFile(self.file, row_bytes, **options), range(num_rows), pin=True, rows_at_once=7
+        )
+        return HostSide(
+            arena=arena, place_of=place_of, requests=requests, feeder=feeder, staged=staged
+        )
 
     def core(
         self, experts: ResidentProvider, *, batch: int, drafts: int = 0, explain: Any = None
@@ -164,11 +170,9 @@ def test_answers_are_those_of_resident_experts(
     num_slots = max(int(share * len(rig.bases)), least)
     host = rig.on_disk() if disk else None
     pool = rig.pool(num_slots, host)
-    provider: ResidentProvider = pool
-    if not disk:
-        stream = LayerStream(rig.form, rig.bases, rig.layers, pool.copy_rows)
-        from_rows = stream_from(rig.num_experts, rig.top_k, num_slots, rows)
-        provider = ByLength(pool, stream, from_rows)
+    stream = LayerStream(rig.form, rig.bases, rig.layers, pool.copy_rows)
+    from_rows = stream_from(rig.num_experts, rig.top_k, num_slots, rows)
+    provider = ByLength(pool, stream, from_rows)
     core = rig.core(provider, batch=batch, drafts=drafts)
     for turn in ("cold", "warm"):
         assert answers(core) == expected, turn

@@ -24,6 +24,7 @@ from moet.kernels.moe import ExpertTable
 from moet.kernels.stream_gemm import Launcher
 from moet.runtime.experts.feeder import RowFeeder
 from moet.runtime.experts.host import Arena, unpin
+from moet.runtime.experts.staged import StagedRows
 from moet.runtime.metrics import LayerTier, TierStats
 
 FETCH_TIMEOUT_S = 30.0  # after which a fetch gives up on rows from disk
@@ -33,12 +34,13 @@ FETCH_TIMEOUT_S = 30.0  # after which a fetch gives up on rows from disk
 class HostSide:
     """Rows behind a pool. place_of: [num_rows] int32, a row's place in the arena, below 0 without
     one; None: every row has the place of its number. requests: as HostRows has it, with a feeder
-    that serves it; both tensors must be mapped."""
+    that serves it; both tensors must be mapped. staged: where whole layers come from then."""
 
     arena: Arena
     place_of: Tensor | None = None
     requests: Tensor | None = None
     feeder: RowFeeder | None = None
+    staged: StagedRows | None = None
 
     def on(self, device: torch.device, num_rows: int) -> HostRows:
         """As the kernels take it."""
@@ -59,6 +61,8 @@ class HostSide:
         """End the feeder and let go of the memory; no fetch may be under way."""
         if self.feeder is not None:
             self.feeder.close()
+        if self.staged is not None:
+            self.staged.close()
         if self.arena.is_pinned:
             for mapped in (self.place_of, self.requests):
                 if mapped is not None:
@@ -192,7 +196,11 @@ class CachedExperts:
 
     def copy_rows(self, first: int, out: Tensor) -> None:
         """Bring rows first..first+n into out [n, row_bytes] on the device, on the current stream,
-        with the copy engine. Every row must be in host memory or static."""
+        with the copy engine. Every row must be in host memory or static, or there are staged ones.
+        Raises ExpertReadError."""
+        if self.host.staged is not None:
+            self.host.staged.copy(first, out)
+            return
         done = 0
         while done < len(out):
             source = self._run(first + done, len(out) - done)

@@ -45,22 +45,26 @@ class LayerStream:
         with torch.inference_mode(False):  # to stay writable outside of a forward pass
             self._buffers = torch.empty(shape, dtype=torch.uint8, device=bases.device)
         self._slots = torch.arange(self._num_experts, device=bases.device)
-        self._stream = torch.cuda.Stream(bases.device)  # type: ignore[no-untyped-call]
-        self._arrived: dict[int, torch.cuda.Event] = {}
+        self._stream: torch.cuda.Stream | None = None  # a CPU copies in turn
+        if bases.device.type == "cuda":
+            self._stream = torch.cuda.Stream(bases.device)  # type: ignore[no-untyped-call]
+        self._arrived: dict[int, torch.cuda.Event | None] = {}
         self._last = -1  # that was asked for
         self.num_rows = 0  # copied so far
 
     def resident(self, layer_idx: int, num_rows: int = 1) -> ExpertTable:
         """The table of a layer, for work enqueued on the current stream before the next call."""
-        number = self._number[layer_idx]
-        current = torch.cuda.current_stream(self._bases.device)
-        self._stream.wait_stream(current)  # what reads the buffer that is written next
+        number, device = self._number[layer_idx], self._bases.device
+        if self._stream is not None:  # what reads the buffer that is written next
+            self._stream.wait_stream(torch.cuda.current_stream(device))
         if number != self._last + 1 or number == 0:
             self._arrived.clear()  # another pass
         for ahead in range(number, min(number + len(self._buffers), len(self._number))):
             if ahead not in self._arrived:
                 self._fetch(ahead)
-        current.wait_event(self._arrived.pop(number))
+        arrived = self._arrived.pop(number)
+        if arrived is not None:
+            torch.cuda.current_stream(device).wait_event(arrived)
         self._last = number
         first = number * self._num_experts
         bases = self._bases[first : first + self._num_experts]
@@ -72,11 +76,12 @@ class LayerStream:
         return self.resident(layer_idx)
 
     def _fetch(self, number: int) -> None:
+        self._arrived[number] = None
         with torch.cuda.stream(self._stream):
             self._copy(number * self._num_experts, self._buffers[number % len(self._buffers)])
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(self._stream)
-        self._arrived[number] = event
+            if self._stream is not None:
+                event = self._arrived[number] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                event.record(self._stream)
         self.num_rows += self._num_experts
 
 

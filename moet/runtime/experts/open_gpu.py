@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
 
@@ -26,11 +24,11 @@ from moet.runtime.experts.gpu import FETCH_TIMEOUT_S, CachedExperts, HostSide
 from moet.runtime.experts.host import Arena, mapped_numbers, page_aligned
 from moet.runtime.experts.numa import near, stay_on
 from moet.runtime.experts.sizes import GIB, TierSizes
+from moet.runtime.experts.staged import START_READERS, StagedRows, read_rows
 from moet.runtime.parallel.experts import share_of
 
 logger = logging.getLogger(__name__)
 
-START_READERS = 16  # threads that fill the arena; rows come from the page cache if they are there
 MIN_REQUESTS = 1024  # that the ring between device and feeder holds
 
 
@@ -151,17 +149,6 @@ def row_bases(pack: Pack, tier: Tier, layers: Sequence[int], shard: Shard = WHOL
     return torch.stack(bases)
 
 
-def read_rows(file: RowFile, rows: Iterable[int], out: Tensor) -> None:
-    """Rows of a file into the rows of out, several at a time. Raises ExpertReadError."""
-    under_way: deque[Future[None]] = deque()
-    for row, place in zip(rows, out, strict=True):
-        if len(under_way) == 2 * START_READERS:
-            under_way.popleft().result()
-        under_way.append(file.read(row, place))
-    for reading in under_way:
-        reading.result()
-
-
 def least_places(num_experts: int) -> int:
     """Rows that host memory must hold if others are on disk: those that a fetch may be reading and
     as many that it may be waiting for."""
@@ -197,13 +184,14 @@ def _host_side(
             )
         num_requests = max(MIN_REQUESTS, 1 << (4 * num_experts - 1).bit_length())
         requests = mapped_numbers(1 + num_requests, 0, pin=pin)
+        staged = StagedRows(opens(num_readers=START_READERS), file_rows, pin=pin)
     except BaseException:
         arena.close()
         raise
     feeder = RowFeeder(
         arena, opens(), place_of, requests, file_rows=file_rows, in_flight=num_experts
     )
-    return HostSide(arena=arena, place_of=place_of, requests=requests, feeder=feeder)
+    return HostSide(arena=arena, place_of=place_of, requests=requests, feeder=feeder, staged=staged)
 
 
 def _fill(cached: CachedExperts, file: RowFile, static: Sequence[int], rows: Sequence[int]) -> None:

@@ -262,8 +262,6 @@ class DeviceServed:
         cache = self.caches[tier] = source.cached(tier, sizes, config.experts, progress)
         if tier == self._first:
             self._least = _least_slots(config, sizes, cache.num_experts, source.top_k)
-        if not sizes.all_in_memory:
-            return cache
         stream = LayerStream(cache.form, cache.bases, cache.layers, cache.copy_rows)
         free_slots = sizes.num_slots - sizes.num_static
         from_rows = stream_from(cache.num_experts, source.top_k, free_slots, _decode_rows(config))

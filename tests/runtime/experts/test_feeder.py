@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from moet.errors import ExpertReadError
 from moet.kernels.layout import W2Rows
 from moet.runtime.experts.disk import RowFile
 from moet.runtime.experts.feeder import RowFeeder
 from moet.runtime.experts.host import Arena
+from moet.runtime.experts.staged import StagedRows
 from tests.kernels import emulation
 from tests.runtime.experts.device_storm import FlakyFile, storm
 
@@ -155,3 +157,18 @@ def test_a_storm_leaves_every_row_right_or_absent(tmp_path: Path) -> None:
     kernels = emulation.build(("expert_cache",), 90, num_sms=2)
     happened = storm(kernels, torch.device("cpu"), tmp_path, 30)
     assert min(happened.values()) > 0, happened
+
+
+def test_rows_in_bulk_come_through_a_small_buffer_or_say_which_did_not(tmp_path: Path) -> None:
+    content = torch.randint(0, 256, (11, FORM.row_bytes), dtype=torch.uint8)
+    (tmp_path / "rows").write_bytes(content.numpy().tobytes())
+    disk = FlakyFile()
+    file = RowFile(tmp_path / "rows", FORM.row_bytes, preadv=disk.preadv)
+    staged = StagedRows(file, [10 - n for n in range(11)], pin=False, rows_at_once=2)
+    out = torch.zeros(9, FORM.row_bytes, dtype=torch.uint8)
+    staged.copy(1, out)
+    assert torch.equal(out, content.flip(0)[1:10])
+    disk.bad = {4}
+    with pytest.raises(ExpertReadError, match="rows, row 4"):
+        staged.copy(0, out)
+    staged.close()
