@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import openai
@@ -21,6 +21,7 @@ from tests.server.serving import listening
 
 DEMOS: dict[Family, str] = {"deepseek-v4": "demo", "glm": "demo-glm"}
 NUM_DRAFTS = 4
+EVERY_NUMBER = range(NUM_DRAFTS + 1)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -107,7 +108,12 @@ def test_a_needle_in_a_thousand_tokens(engine: Engine, family: Family) -> None:
     assert is_right(question, answer, "")
 
 
-def test_any_number_of_drafts_makes_the_same_tokens(engine: Engine, family: Family) -> None:
+@pytest.mark.parametrize(
+    ("numbers", "length"), [((0, 1, 4), 32), pytest.param(EVERY_NUMBER, 48, marks=pytest.mark.deep)]
+)
+def test_any_number_of_drafts_makes_the_same_tokens(
+    engine: Engine, family: Family, numbers: Sequence[int], length: int
+) -> None:
     """All at once, so that steps mix sequences with no, few and many drafts."""
     asked = [
         next(held_out(generate, renderer(family), 1, seed=seed))
@@ -116,16 +122,18 @@ def test_any_number_of_drafts_makes_the_same_tokens(engine: Engine, family: Fami
     prompts = [question.rendered.prompt for question in asked]
 
     async def answers(number: int) -> list[list[int]]:
-        params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True, spec_tokens=number)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=length, ignore_eos=True, spec_tokens=number
+        )
         done = await asyncio.gather(*(engine.agenerate(prompt, params) for prompt in prompts))
         return [each.choices[0].token_ids for each in done]
 
     async def all_answers() -> list[list[list[int]]]:
-        return await asyncio.gather(*(answers(number) for number in range(NUM_DRAFTS + 1)))
+        return await asyncio.gather(*(answers(number) for number in numbers))
 
     plain, *drafted = asyncio.run(all_answers())
     assert len(plain) == 8
-    assert all(len(token_ids) == 48 for token_ids in plain)
+    assert all(len(token_ids) == length for token_ids in plain)
     assert all(same == plain for same in drafted)
     stats = engine.stats()  # nothing else drafted
     assert stats.num_accepted_by_position[0] >= 0.6 * stats.num_drafts

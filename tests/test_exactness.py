@@ -126,6 +126,7 @@ def test_mates_chunks_and_loop(served: Served) -> None:
     core.shutdown()
 
 
+@pytest.mark.deep  # a core without a pack shows it, too
 def test_prefix_hits(served: Served) -> None:
     core = served.core(prefix_cache="on")
     assert run(core, REQUESTS) == served.all_alone()
