@@ -56,9 +56,9 @@ def reading(model: DeepseekV4) -> None:
     triton_rows.EARLY = triton_attention_inputs.EARLY = True
 
 
-def deep(model: DeepseekV4) -> None:
-    """Its rings are as deep as memory allows."""
-    device_gemm.GROUPS_AHEAD = True
+def listless(model: DeepseekV4) -> None:
+    """The groups' product reads no lists before its weights."""
+    device_gemm.GROUPED = True
 
 
 def held(model: DeepseekV4) -> None:
@@ -80,20 +80,20 @@ def clustered(model: DeepseekV4) -> None:
 VARIANTS: dict[str, list[Change]] = {
     "plain": [],
     "plain again": [],
+    "listless": [listless],
     "held": [held],
     "held, mixing": [held, mixing],
     "clustered, mixing": [clustered, mixing],
-    "early": [early, reading],
-    "early, clustered, mixing": [early, reading, clustered, mixing],
-    "early, held, mixing": [early, reading, held, mixing],
-    "early, deep": [early, reading, deep],
+    "early, listless": [early, reading, listless],
+    "early, listless, clustered, mixing": [early, reading, listless, clustered, mixing],
+    "early, listless, held, mixing": [early, reading, listless, held, mixing],
 }
 LONG = ("kernels us", "timeline")
 
 
 def plain(model: DeepseekV4) -> None:
     triton_attention.EARLY = triton_rows.EARLY = triton_attention_inputs.EARLY = False
-    device_gemm.GROUPS_AHEAD = False
+    device_gemm.GROUPED = False
     device_streams.HELD = device_streams.CLUSTERS = False
     for layer in model.layers:
         layer.ffn.unsummed = False

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moet.errors import KernelError, UnsupportedError
-from moet.kernels import ahead, layout, prefill_gemm
+from moet.kernels import grouped, layout, prefill_gemm
 from moet.kernels.quant import Activations, as_activations
 from moet.kernels.stream_experts import Work, quantise
 from moet.kernels.stream_gemm import (
@@ -39,7 +39,7 @@ TILED_OUTPUTS = 4096
 WIDE_OUTPUTS = 1 << 15  # of a head, which is read once in tiles and per 8 rows in streams
 NUM_COUNTERS = 1 << 16  # items of one launch whose columns are summed in slices
 BLOCK = 128  # weight rows that share a scale
-GROUPS_AHEAD = False  # whether few rows' groups begin while their inputs are made
+GROUPED = False  # whether few rows of groups need no lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,15 +368,12 @@ def _stream_groups(
     if space is not None:
         counters = len(work.entries) * args.tiles
         space.fill(args, slices * args.num_rows * weight.out_features, counters)
-    items, stages = (
-        len(work.entries) * args.tiles * slices,
-        num_stages("fp8", args.chunks, 1, slices),
-    )
-    coded = rows == 8 and scale is not None and args.early
-    if GROUPS_AHEAD and coded and ahead.fits(device.launcher, stages):
-        ahead.run(device.launcher, args, items=items)
+    num_groups, stages = weight.planes.shape[0], num_stages("fp8", args.chunks, 1, slices)
+    coded = rows == 8 and scale is not None and args.num_rows <= grouped.MAX_ROWS * num_groups
+    if GROUPED and coded and grouped.fits(device.launcher, num_groups, stages):
+        grouped.run(device.launcher, args, args.num_rows // num_groups)
     else:
-        run(device.launcher, instance, args, items=items)
+        run(device.launcher, instance, args, items=len(work.entries) * args.tiles * slices)
 
 
 def _prefill_groups(args: StreamArgs, x: Tensor, weight: PackedGroups, work: Work) -> None:

@@ -108,15 +108,15 @@ def test_groups_are_the_reference_op_and_rows_keep_to_themselves(
     assert int(device.error) == 0
 
 
-def test_groups_take_codes_and_may_begin_ahead_of_them(
+def test_groups_take_codes_and_need_no_lists(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed = PackedGroups.pack(*fp8(2, 128, 512), device)
     x = rows(2 * 5, 512)
     codes, scale = quantise(device.launcher, x)
     wanted = multiply_groups(x.view(5, 2, 512), packed)
-    for ahead in (False, True):
-        monkeypatch.setattr(device_gemm, "GROUPS_AHEAD", ahead)
+    for without in (False, True):
+        monkeypatch.setattr(device_gemm, "GROUPED", without)
         assert torch.equal(multiply_groups(Activations(None, codes, scale), packed), wanted)
     assert int(device.counters.abs().sum()) == int(device.error) == 0
 

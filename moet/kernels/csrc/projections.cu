@@ -7,37 +7,6 @@ struct TwoProducts {
   int quantised_ctas;  // the first ones
 };
 
-#ifdef MOET_EMULATE
-DEVICE void ask_for(const void*, uint32_t) {}
-#else
-// Bytes, a multiple of 16, into the second-level cache.
-DEVICE void ask_for(const void* from, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
-#endif
-
-// Asks for the weights of this CTA's items, in one segment and shared by its warpgroups, that its ring
-// of `held` stages does not hold, so that they are near when the inputs are there.
-template <typename Gemm>
-DEVICE void ask_for_rest(const StreamArgs& p, const Gemm& gemm, int held) {
-  constexpr int STEP = Gemm::CPS * Gemm::CODE_BYTES;
-  int items = gemm.num_items(), each = gemm.share(items), more = items - each * gemm.ctas;
-  int first = each * gemm.cta + (gemm.cta < more ? gemm.cta : more), last = first + each + (gemm.cta < more);
-  Cursor at;
-  at.seek(p, first);
-#pragma unroll 1
-  for (; at.item < last; at.step(p, 1)) {
-    int from = gemm.group ? p.first_half_stages : 0, to = gemm.group ? gemm.slice_stages : p.first_half_stages;
-    int skipped = held < to - from ? held : to - from;
-    held -= skipped;
-    from = (at.slice * gemm.slice_stages + from + skipped) * STEP, to = (at.slice * gemm.slice_stages + to) * STEP;
-    if (to > p.chunks * Gemm::CODE_BYTES) to = p.chunks * Gemm::CODE_BYTES;
-    if (gemm.lane != 0 || from >= to) continue;
-    uint64_t row_tile = at.in_segment * 4 + gemm.warp;
-    ask_for(p.weights + gemm.entry(at.entry).slot * p.row_stride + row_tile * (p.chunks * Gemm::CODE_BYTES) + from, to - from);
-  }
-}
-
 #define STREAM(name, nt, overlap, ctas)                                                           \
   KERNEL(THREADS, ctas) name(GRID_CONSTANT TwoProducts args) {                                    \
     int cta = blockIdx.x, before = args.quantised_ctas;                                           \
@@ -51,12 +20,27 @@ DEVICE void ask_for_rest(const StreamArgs& p, const Gemm& gemm, int held) {
 STREAM(project_n8, 1, true, 2)
 STREAM(project_n16, 2, false, 2)
 
-// A product that may begin long before its inputs are there: nearly all of its weights wait in rings as
-// deep as the memory of an SM, the rest in the second-level cache. Entries were written before the kernel ahead.
-KERNEL(THREADS, 1) groups_n8_deep(GRID_CONSTANT StreamArgs args) {
-  constexpr int STAGES = 6;
-  StreamGemm<FP8, 1, STORE_BF16, STAGES, false, true> gemm(args);
-  ask_for_rest(args, gemm, STAGES);
-  gemm.run();
+struct GroupArgs {
+  StreamArgs stream;  // without lists
+  int rows;           // of each of num_slots groups, at most 8: group g's row i is i * num_slots + g
+  int lists_at;       // of the shared memory
+};
+
+// Each group's rows through its matrix. The lists of what is there are made here: in memory they would be
+// read one after the other before the first weight.
+KERNEL(THREADS, 2) groups_n8(GRID_CONSTANT GroupArgs args) {
+  int groups = args.stream.num_slots, rows = args.rows;
+  Entry* entries = reinterpret_cast<Entry*>(dynamic_shared() + args.lists_at);
+  int* pairs = reinterpret_cast<int*>(entries + groups);
+  int* count = pairs + groups * rows;
+  for (int g = threadIdx.x; g < groups; g += THREADS) {
+    entries[g] = {g, g, g * rows, rows};
+    for (int i = 0; i < rows; i++) pairs[g * rows + i] = i * groups + g;
+    if (g == 0) *count = groups;
+  }
+  sync_threads();
+  StreamArgs p = args.stream;
+  p.entries = entries, p.pairs = pairs, p.num_entries = count, p.early = 1;
+  StreamGemm<FP8, 1, STORE_BF16, 2, false, true>(p).run();
 }
-LAUNCHABLE(groups_n8_deep, StreamArgs, THREADS)
+LAUNCHABLE(groups_n8, GroupArgs, THREADS)
