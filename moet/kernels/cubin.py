@@ -94,6 +94,7 @@ class Kernels:
         self._libraries: dict[str, Any] = {}
         self._functions: dict[str, tuple[Any, int]] = {}
         self._configs: dict[tuple[Any, ...], Any] = {}
+        self._index: int = device.index if device.index is not None else torch.cuda.current_device()
         torch.zeros(1, device=device)  # makes torch's context current
 
     def _checked(self, result: tuple[Any, ...], what: str) -> Any:
@@ -155,7 +156,7 @@ class Kernels:
         that run at the same time and may read each other's shared memory.
         """
         function = self._function(name, shared_bytes, cluster)
-        stream = torch.cuda.current_stream(self.device).cuda_stream
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
         config = self._config(grid, threads, shared_bytes, stream, overlap, cluster)
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
         launched = self._driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0)
