@@ -22,6 +22,7 @@ from itertools import accumulate
 from operator import mul
 from pathlib import Path
 from time import perf_counter
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -41,6 +42,7 @@ from moet.models.deepseek_v4 import DeepseekV4
 from moet.models.dummy import DummyOptions, DummySource
 from moet.models.layers import LMHead, Weights
 from moet.models.synthetic import MODEL_NAME
+from moet.runtime import device_runner
 from moet.runtime.device_runner import Placement
 from moet.runtime.device_sampler import Kind
 from moet.runtime.draft_length import fitted
@@ -143,7 +145,10 @@ def kernel_rows(bench: Bench, rig: DeviceRig) -> None:
 def adaptive_rows(bench: Bench, made: DummyModel, device: Device) -> None:
     """The engine's loop with drafts that never hold: dummy weights' guesses are as bad as any."""
     loop: Loop | None = None
-    with bench.part("an engine that drafts"):
+    with (
+        bench.part("an engine that drafts"),
+        patch.object(device_runner, "bucket_sizes", lambda most: STREAMS),  # to capture no others
+    ):
         queue = CudaQueue()
         loop = Loop(
             made,
