@@ -71,22 +71,20 @@ def device_sizes(
         disk=experts.disk,
         pool_flag="--fp4-pool" if second else "--expert-pool",
     )
-    rows, least = _decode_rows(config), _least_slots(config, sizes, num_experts, top_k)
+    least = _least_slots(config, num_experts, top_k)
     if sizes.num_slots - sizes.num_static < least:
-        why = f"{rows} decoding rows" if sizes.all_in_memory else "a prompt, where rows are on disk"
         raise ConfigError(
             f"{'--fp4-pool' if second else '--expert-pool'} gives {sizes.num_slots} slots of "
-            f"{row_bytes} bytes, {sizes.num_static} of them static; {why} may ask for {least} "
-            f"experts of a layer: give it {(least + sizes.num_static) * row_bytes / GIB:.2f} GiB, "
-            "or lower --max-num-seqs"
+            f"{row_bytes} bytes, {sizes.num_static} of them static; {_decode_rows(config)} "
+            f"decoding rows may ask for {least} experts of a layer: give it "
+            f"{(least + sizes.num_static) * row_bytes / GIB:.2f} GiB, or lower --max-num-seqs"
         )
     return sizes
 
 
-def _least_slots(config: EngineConfig, sizes: TierSizes, num_experts: int, top_k: int) -> int:
-    """Slots that a step may ask for at once: of decoding alone, where prompts are streamed."""
-    asked = _decode_rows(config) * top_k
-    return min(num_experts, asked) if sizes.all_in_memory else num_experts
+def _least_slots(config: EngineConfig, num_experts: int, top_k: int) -> int:
+    """Slots that a decoding step may ask for at once; longer ones are streamed."""
+    return min(num_experts, _decode_rows(config) * top_k)
 
 
 def _decode_rows(config: EngineConfig) -> int:
@@ -261,7 +259,7 @@ class DeviceServed:
             return source.resident(tier, progress)
         cache = self.caches[tier] = source.cached(tier, sizes, config.experts, progress)
         if tier == self._first:
-            self._least = _least_slots(config, sizes, cache.num_experts, source.top_k)
+            self._least = _least_slots(config, cache.num_experts, source.top_k)
         stream = LayerStream(cache.form, cache.bases, cache.layers, cache.copy_rows)
         free_slots = sizes.num_slots - sizes.num_static
         from_rows = stream_from(cache.num_experts, source.top_k, free_slots, _decode_rows(config))

@@ -76,9 +76,8 @@ def test_a_pool_that_no_step_fits_is_refused_with_what_it_needs() -> None:
     made = plan(LAYERS * NUM_EXPERTS, 0)
     with pytest.raises(ConfigError, match=r"gives 7 slots .* 2 decoding rows may ask for 8"):
         sizes(made, ExpertConfig(pool_bytes=7 * ROW))
-    on_disk = ExpertConfig(pool_bytes=9 * ROW, host_bytes=40 * ROW)
-    with pytest.raises(ConfigError, match="a prompt, where rows are on disk"):
-        sizes(made, on_disk)
+    on_disk = sizes(made, ExpertConfig(pool_bytes=9 * ROW, host_bytes=40 * ROW))
+    assert on_disk.num_slots == 9  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +137,7 @@ def test_rows_on_disk_are_served_and_heat_is_kept(
         served.stats()
     assert "33 % of the w2 experts" in caplog.text
     assert "--expert-pool" in caplog.text
-    with pytest.raises(RequestError, match=r"has 0 slots; 18 are needed"):
+    with pytest.raises(RequestError, match=r"has 0 slots; 6 are needed"):
         served.tune(pool_bytes=1)
     assert not served.take_moved()
     served.tune(pool_bytes=21 * row_bytes)
