@@ -113,7 +113,8 @@ def bits(model: DeepseekV4, experts: Any) -> list[torch.Tensor]:
 
 
 def state_of(rig: DeviceRig) -> dict[str, torch.Tensor]:
-    return {**rig.kv.tensors, "last_token": rig.sampler.last_token}
+    """What steps leave; whose token nobody asked for, does not matter."""
+    return {**rig.kv.tensors, "last_token": rig.sampler.last_token[:-1]}
 
 
 def differences(
