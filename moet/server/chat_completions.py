@@ -39,6 +39,7 @@ def chat_answer(
 
 def chat_turn(body: ChatRequest, sampling: SamplingParams, defaults: ReasoningDefaults) -> Turn:
     """What a request asks for; sampling, defaults: where it says nothing."""
+    body.check_modalities()
     tools = parse_tools(body.tools)
     reasoning = read_reasoning({name: getattr(body, name) for name in REASONING_FIELDS}, defaults)
     options = ChatOptions(

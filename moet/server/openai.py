@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from moet.errors import RequestError
+from moet.runtime.sampling_params import MAX_LOGPROBS
 from moet.types import SamplingParams
 
 REFUSED = {
@@ -203,16 +204,28 @@ class ChatRequest(SharedFields, kw_only=True):
             if self.top_logprobs:
                 raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
             return None
-        if self.top_logprobs is not None and self.top_logprobs < 0:
-            message = f"top_logprobs is {self.top_logprobs}; it must be at least 0"
-            raise RequestError(message, param="top_logprobs")
-        return self.top_logprobs or 0
+        return checked_top_logprobs(self.top_logprobs)
+
+    def check_modalities(self) -> None:
+        """Text, if anything is said."""
+        for modality in self.modalities or ():
+            if modality != "text":
+                message = f"modalities holds {modality[:40]!r}; this model writes text only"
+                raise RequestError(message, param="modalities")
 
 
 REASONING_FIELDS = (
     "reasoning_effort", "reasoning", "thinking", "enable_thinking", "chat_template_kwargs",
     "thinking_token_budget", "include_reasoning",
 )  # fmt: skip
+
+
+def checked_top_logprobs(number: int | None) -> int:
+    """Alternatives per token; RequestError beyond what a sampler reports."""
+    if number is not None and not 0 <= number <= MAX_LOGPROBS:
+        message = f"top_logprobs is {number}; it must be from 0 to {MAX_LOGPROBS}"
+        raise RequestError(message, param="top_logprobs")
+    return number or 0
 
 
 def _is_id(item: object) -> bool:

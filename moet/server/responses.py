@@ -18,6 +18,7 @@ from moet.runtime.engine import Engine
 from moet.server.chat.encoding import ChatOptions
 from moet.server.chat.messages import Message, text_of
 from moet.server.chat_format import ChatFormat
+from moet.server.openai import checked_top_logprobs
 from moet.server.reasoning import NO_DEFAULTS, ReasoningDefaults, read_reasoning
 from moet.server.responses_answer import ResponseWriter
 from moet.server.responses_input import Toolbox, read_input, read_tool_choice, read_toolbox
@@ -171,12 +172,8 @@ def _params(body: ResponsesRequest, defaults: SamplingParams) -> SamplingParams:
 
 def _num_logprobs(body: ResponsesRequest) -> int | None:
     """Alternatives to report per token of the text; None for no log-probabilities at all."""
-    if body.top_logprobs is not None and body.top_logprobs < 0:
-        message = f"top_logprobs is {body.top_logprobs}; it must be at least 0"
-        raise RequestError(message, param="top_logprobs")
-    if body.top_logprobs or LOGPROBS in (body.include or ()):
-        return body.top_logprobs or 0
-    return None
+    number = checked_top_logprobs(body.top_logprobs)
+    return number if number or LOGPROBS in (body.include or ()) else None
 
 
 def _format(body: InputTokensRequest) -> tuple[dict[str, Any] | None, GrammarSpec | None]:

@@ -346,6 +346,8 @@ def test_p20_half_a_character_is_a_400_that_names_the_field(
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": 5}, "logprobs"),
         ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"tools": 5}, "tools"),

@@ -427,7 +427,7 @@ def test_what_was_asked_is_echoed_and_storing_is_never_promised() -> None:
         ({"background": True}, "background"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"top_logprobs": -1}, "top_logprobs"),
-        ({"top_logprobs": 99}, "logprobs"),
+        ({"top_logprobs": 99}, "top_logprobs"),
         ({"tools": [{"type": "custom", "name": "a b"}]}, "tools[0].name"),
         ({"tools": [{"type": "custom", "name": "a", "format": {"type": "xml"}}]},
          "tools[0].format"),
