@@ -8,6 +8,7 @@ from __future__ import annotations
 
 MIN_ROWS = 256  # a smaller chunk reads as many weights, so it saves little time
 LONGEST_S = 0.09  # of a step that carries prefills, if what it may cost on average is less
+WORTH = 1.5  # times the least chunk: less would save little, for most of its time is no row's
 SMOOTHING = 0.2  # weight of the newest measurement
 
 
@@ -17,8 +18,8 @@ class PrefillPace:
     If a step of the decoding sequences alone takes d seconds, steps with prefills beside them may
     take d / (1 - share) on average. What steps cost beyond it is a debt, and while there is one no
     step carries prefills; so the share holds whatever a chunk turns out to cost. Large chunks read
-    weights less often: they grow until a step takes LONGEST_S, or what it may take on average if
-    that is more. share 1 limits nothing.
+    weights less often: they grow until a step takes LONGEST_S, or what it may take on average, or
+    WORTH times what the least chunk costs, whichever is most. share 1 limits nothing.
     """
 
     def __init__(self, share: float) -> None:
@@ -26,6 +27,7 @@ class PrefillPace:
         self.debt_s = 0.0
         self._alone_s: dict[int, float] = {}  # by size class of the decoding batch
         self._chunk = MIN_ROWS
+        self._least_s: float | None = None  # that the least chunk costs, or some larger one did
 
     def rows(self, num_decoding: int, budget: int) -> int:
         """Rows of prefill that the next step may carry, at most budget."""
@@ -50,9 +52,17 @@ class PrefillPace:
             return
         extra_s = max(seconds - alone_s, 0.0) if num_prefill_rows else 0.0
         if num_prefill_rows:
-            longest_s = max(self._allowance(alone_s), LONGEST_S - alone_s)
+            least_s = self._learn_least(num_prefill_rows, extra_s)
+            longest_s = max(self._allowance(alone_s), LONGEST_S - alone_s, WORTH * least_s)
             self._resize(num_prefill_rows, longest_s / max(extra_s, 1e-9))
         self.debt_s = max(0.0, self.debt_s + extra_s - self._allowance(alone_s))
+
+    def _learn_least(self, num_rows: int, extra_s: float) -> float:
+        if num_rows <= MIN_ROWS or self._least_s is None:
+            self._least_s = _smooth(self._least_s, extra_s)
+        else:
+            self._least_s = min(self._least_s, extra_s)
+        return self._least_s
 
     def _resize(self, num_rows: int, room: float) -> None:
         """A chunk of num_rows took 1 / room of the longest time that it may take."""

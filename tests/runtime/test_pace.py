@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moet.runtime.pace import LONGEST_S, MIN_ROWS, PrefillPace
+from moet.runtime.pace import LONGEST_S, MIN_ROWS, WORTH, PrefillPace
 
 
 def _simulate(
@@ -49,6 +49,17 @@ def test_chunks_grow_to_what_a_step_may_take() -> None:
     pace.observe(3, 500, 0.010 + 0.16)  # a short one that was slow counts
     pace.debt_s = 0.0
     assert pace.rows(3, 8192) == MIN_ROWS
+
+
+def test_a_chunk_is_not_cut_where_that_saves_little() -> None:
+    pace = PrefillPace(0.4)
+    fixed_s, row_s = 0.1, 2e-5
+    for _ in range(400):
+        rows = pace.rows(1, 8192)
+        pace.observe(1, rows, 0.005 + (fixed_s + rows * row_s if rows else 0.0))
+    pace.debt_s = 0.0
+    least_s = fixed_s + MIN_ROWS * row_s
+    assert pace.rows(1, 8192) == pytest.approx((WORTH * least_s - fixed_s) / row_s, rel=0.1)
 
 
 def test_a_costly_chunk_is_paid_for_first() -> None:
