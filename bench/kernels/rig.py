@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from bench.kernels import attempts
 from moet.kernels.cubin import Kernels
 from moet.kernels.layout import ExpertRows
 from moet.kernels.stream_experts import ExpertPool
@@ -88,6 +89,10 @@ class Bench:
         note: str = "",
     ) -> None:
         """Keep a row of the result file and print it. A target of 0 is none."""
+        wanted = f" (target {target:.4g})" if target else ""
+        print(f"{case:52s} {value:.4g} {unit}{wanted} {note}", flush=True)
+        if target and (value < target if better == "higher" else value > target):
+            note = f"{note}; {attempts.of(case)}" if attempts.of(case) else note
         row = {
             "case": case,
             "value": value,
@@ -98,8 +103,6 @@ class Bench:
             "note": note,
         }
         self.rows.append(row)
-        wanted = f" (target {target:.4g})" if target else ""
-        print(f"{case:52s} {value:.4g} {unit}{wanted} {note}", flush=True)
 
 
 READ_BYTES = 4 << 30
