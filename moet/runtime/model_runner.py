@@ -337,11 +337,11 @@ def _settled(row: Row, first: int, tokens: list[int] | None) -> Settled | None:
     if row.num_drafts:
         assert tokens is not None
         return Settled(row.settled(len(tokens)), first, tokens)
-    assert row.token_ids is not None
     if tokens is None and row.next_token is None:  # nothing comes behind it
         return None
     last = [row.next_token] if tokens is None else tokens
-    return Settled(row, first, [*row.token_ids[1:], *last])
+    known = row.token_ids or []  # of one row that few know it by, nothing
+    return Settled(row, first, [*known[1:], *last])
 
 
 def fail(result: StepResult, indices: list[int], error: Exception) -> None:

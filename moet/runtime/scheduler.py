@@ -10,7 +10,8 @@ to and fro.
 
 A sequence that drafts brings up to 1 + num_spec_tokens rows, and is in a step again when the
 results of its last one are known: how many rows held decides what comes next. Sequences that draft
-wait one step for one another, so that the overlapped loop does not part them into two halves.
+wait one step for one another, so that the overlapped loop does not part them into two halves. While
+none of them has drafts they are as others are.
 """
 
 from __future__ import annotations
@@ -191,11 +192,18 @@ class Scheduler:
         """The sequences that decode in this step, in rank order, and their numbers of drafts."""
         ready = [seq for seq in self.running if seq.is_decoding]
         if any(seq.num_spec_tokens for seq in ready):
-            pending = [seq for seq in self.running if seq.num_spec_tokens and seq.num_pending]
-            self._has_waited = bool(pending) and not self._has_waited
+            guessing = any(seq.is_guessing and seq.num_pending for seq in self.running)
+            ready = [seq for seq in ready if not self._waits(seq, guessing)]
+            self._has_waited = guessing and not self._has_waited
             if self._has_waited:
                 ready = [seq for seq in ready if not seq.num_spec_tokens]
         return [(seq, self._num_drafts(seq)) for seq in ready]
+
+    def _waits(self, seq: Sequence, guessing: bool) -> bool:
+        """Whether a sequence that may draft needs its newest token: for those that do draft, or as
+        the last row of a page joins its own token."""
+        may_draft = seq.num_pending > 0 and seq.num_spec_tokens > 0
+        return may_draft and (guessing or (seq.num_computed + 1) % self.memory.page_size == 0)
 
     def _num_drafts(self, seq: Sequence) -> int:
         """Drafts in the next step of a sequence that decodes; its last token needs no row."""
@@ -369,6 +377,7 @@ class Scheduler:
         num_to_draft = self._num_to_draft(seq, end) if sample and seq.num_spec_tokens else 0
         if sample:
             seq.num_plain_steps = 0 if num_to_draft else seq.num_plain_steps + 1
+            seq.is_guessing = num_to_draft > 0 or num_drafts > 0
         seq.num_computed = end
         row = Row(
             seq,

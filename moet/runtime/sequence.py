@@ -31,6 +31,7 @@ class Sequence:
 
     At most num_spec_tokens are drafted for it per step. `proposals` are those for the next one, and
     go wherever the sequence goes; with drafts scheduled, num_computed is what it is if all hold.
+    is_guessing: its newest step verifies drafts or makes some.
     """
 
     request: Request
@@ -61,6 +62,7 @@ class Sequence:
     num_spec_tokens: int = 0
     adapts: bool = False  # drafts fewer than that while they do not pay
     proposals: tuple[Proposal, ...] = ()
+    is_guessing: bool = False
     acceptance: Acceptance = field(default_factory=Acceptance)
     num_plain_steps: int = 0  # since the last one with drafts
     num_drafted: int = 0
@@ -91,7 +93,7 @@ class Sequence:
         With a constraint or drafts, the newest token must be known: the mask of the next depends on
         it, or how many there are.
         """
-        if self.num_pending and (self.constraint is not None or self.num_spec_tokens):
+        if self.num_pending and (self.constraint is not None or self.is_guessing):
             return False
         num_scheduled = len(self.token_ids) + self.num_pending
         return self.prompt_len <= self.num_computed == num_scheduled - 1 < self.max_len - 1

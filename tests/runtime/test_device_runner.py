@@ -14,6 +14,7 @@ from moet.errors import RequestError
 from moet.models.glm_moe_dsa_config import GlmMoeDsaConfig
 from moet.runtime.core import EngineCore
 from moet.runtime.device_runner import Placement
+from moet.runtime.draft_length import StepCosts
 from moet.runtime.experts.precision import PrecisionSet
 from moet.runtime.queues import Capture, CpuQueue, Work, uncaptured
 from moet.types import Request, TokenEvent, TokenLogprobs
@@ -82,6 +83,7 @@ def test_drafts_are_those_of_the_plain_runner(
     plain = make_core(FakeModel(**facts_of_model), **limits)
     expected = facts(plain, requests)
     model = StepFakeModel(**facts_of_model)
+    limits["adaptive_spec"] = overlap
     core = placed_core(model, Placement(CpuQueue(), Tape()), overlap=overlap, **limits)
     assert facts(core, requests) == expected
     assert model.num_torn == 0
@@ -224,6 +226,28 @@ def test_who_drafts_is_launched_again_before_events_are_told() -> None:
     core.abort("a")
     drain(core)
     assert tokens == expected_greedy([1, 2, 3], len(tokens), model)
+
+
+def test_who_has_given_up_drafts_is_launched_before_the_last_step_is_read() -> None:
+    log: list[str] = []
+    placement = Placement(LoggedQueue(log.append), Tape(log.append))
+    model = StepFakeModel(num_spec_tokens=2, draft_rate=0.0)
+    core = placed_core(model, placement, overlap=True, max_num_seqs=2)
+    core._scheduler.meter, core._scheduler.costs = None, StepCosts(per_row=1.0)
+    for n, name in enumerate("ab"):
+        core.submit(request(name, [1, 2, n], max_tokens=60))
+    tokens: dict[str, list[int]] = {"a": [], "b": []}
+    num_ahead = num_steps = 0
+    while core.has_work:
+        log.clear()
+        for event in core.step():
+            tokens[event.request_id] += event.token_ids
+        num_steps += "wait" in log
+        num_ahead += log[:1] == ["play"]
+        core.check()
+    assert num_ahead > num_steps // 2
+    for n, name in enumerate("ab"):
+        assert tokens[name] == expected_greedy([1, 2, n], 60, model)
 
 
 def test_a_row_that_is_no_number_ends_its_sequence_alone() -> None:
