@@ -62,6 +62,7 @@ MOST_DRAFTS = 3
 ACCEPTANCE = (0.9, 0.78, 0.7)
 DEMO_DRAFTS, DEMO_PROMPTS, DEMO_TOKENS = 4, 100, 200
 DEMO_SEQS = 32
+ADDED = {"GREEDY 2": "2 drafts", "RANKED -1": "top_p and top_k", "RANKED 2": "2 drafts and top_p"}
 LOOP_TOKENS = 80
 FIRST_TOKENS = 1 << 15
 
@@ -130,7 +131,7 @@ def kernel_rows(bench: Bench, rig: DeviceRig) -> None:
                 bench.add(case, launches, "launches")
     with bench.part("kernels compared"):
         plain = found["GREEDY -1"]
-        for name in ("GREEDY 2", "RANKED -1", "RANKED 2"):
+        for name, more_of in ADDED.items():
             more = {
                 kernel: (count - plain.get(kernel, (0, 0))[0], us - plain.get(kernel, (0, 0))[1])
                 for kernel, (count, us) in found[name].items()
@@ -139,7 +140,7 @@ def kernel_rows(bench: Bench, rig: DeviceRig) -> None:
                 count, us = more[kernel]
                 short = kernel.replace("(anonymous namespace)::", "")[:80]
                 note = f"{count:.0f} launches more"
-                bench.add(f"{name}: {short}", us, "us/step", note=note)
+                bench.add(f"{more_of} add: {short}", us, "us/step", note=note)
 
 
 def adaptive_rows(bench: Bench, made: DummyModel, device: Device) -> None:
