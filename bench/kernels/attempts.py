@@ -1,14 +1,14 @@
 """What was tried for figures that miss their target, and what would be next; by how cases begin.
 
-Percentages are of the read rate of an H200. A profile is a timeline of all CTAs of a launch, as they
-wrote it themselves, or the disassembly.
+Percentages are of the read rate of an H200. A profile is a timeline of all CTAs of a launch, as
+they wrote it themselves, or the disassembly.
 """
 
 from __future__ import annotations
 
 W2 = (
-    "tried: a start without divisions (43/60/70/78 -> 54/69/77/84 % at 6/18/48/128 experts), a "
-    "layer in one persistent launch (49 us against 38), loads of a stage ahead of the matrix units "
+    "tried: a start without divisions (43/60/70/78 -> 54/69/77/84 % at 6/18/48/128 experts), "
+    "a layer in one persistent launch (49 us against 38), loads of a stage ahead of the matrix units "
     "with an entry's rows kept (+1 to +2 at 128). Profile: at 128 experts CTAs end after 154 to 187 "
     "us, 163 on average, so the slowest decide; at 6 a CTA has one item, activations take 1.5 us "
     "and 4 us lie between the first and the last; reading alone reaches 80 % at that size. Next: "
