@@ -1,7 +1,6 @@
 """Whether prefill GEMMs give the same bits every time on a GPU, and how fast: builds side by side.
 
-    python -m bench.races [--cubins FOLDER ...] [--few FOLDER] [--pair FOLDER] [--launches N]
-                          [--out FILE]
+    python -m bench.races [--cubins FOLDER ...] [--pair FOLDER] [--launches N] [--out FILE]
 
 Every column block of every token has a scale of its own, so that one read too late shows. A case is
 launched again and again, and what differs from its first result is counted on the device.
@@ -22,24 +21,32 @@ from torch import Tensor
 from bench.gpu import milliseconds, open_gpu
 from bench.kernels.prefill import EXPERTS, TOP_K, routed
 from bench.kernels.rig import DEVICE, random_pool
-from moet.kernels import prefill_gemm
+from moet.kernels import prefill_gemm, stream_experts
 from moet.kernels.cubin import Kernels
 from moet.kernels.layout import W2Rows
 from moet.kernels.stream_experts import ExpertPool
 from moet.kernels.stream_gemm import StreamLinear
 
 TOKENS = (300, 1000, 2048, 4096)  # of a storm's launches
-TIMED = (512, 1024, 2048, 8192)
+TIMED = (300, 512, 1024, 2048, 8192)
 LONGEST = TIMED[-1]
+PAIRED = ("prefill_w2_swiglu", "prefill_w2_bf16", "prefill_fp8_swiglu", "prefill_fp8_bf16")
 DENSE = ((1536, 4096), (32768, 1024), (4096, 8192))
 Call = Callable[[], Tensor]
 
 
 class Paired(Kernels):
-    """Launches CTAs of GEMMs as clusters of two."""
+    """Launches CTAs of the GEMMs in a folder as clusters of two, where their tiles are even."""
 
-    def launch(self, name: str, **options: Any) -> None:
-        super().launch(name, **options, cluster=2 if name.startswith("prefill_") else 1)
+    def __init__(self, root: Path) -> None:
+        super().__init__(DEVICE)
+        self._paired = Kernels(DEVICE, root)
+
+    def launch(self, name: str, *, args: Any, **options: Any) -> None:
+        if name in PAIRED and args.tiles % 2 == 0:
+            self._paired.launch(name, args=args, **options, cluster=2)
+        else:
+            super().launch(name, args=args, **options)
 
 
 def scaled_rows(rows: int, columns: int) -> Tensor:
@@ -64,6 +71,21 @@ def of_experts(
     down = partial(prefill_gemm.down, kernels, pool, h_tiles, work)
     return {
         f"w13 of {tokens} tokens": partial(up, error=error),
+        f"w2 of {tokens} tokens": partial(down, error=error),
+    }
+
+
+def by_streams(kernels: Kernels, pool: ExpertPool, error: Tensor, tokens: int) -> dict[str, Call]:
+    """The same products by the streaming kernels, which may be faster for experts of few rows."""
+    torch.manual_seed(tokens)
+    ids, slot_of = routed(tokens, 0.5), torch.arange(EXPERTS, device=DEVICE)
+    work = stream_experts.plan(kernels, ids, slot_of, error=error)
+    x, h = scaled_rows(tokens, 4096), scaled_rows(tokens * TOP_K, 2048)
+    codes, scale = stream_experts.quantise(kernels, x)
+    up = partial(pool.gate_up, kernels, codes, scale, work, top_k=TOP_K)
+    down = partial(pool.down, kernels, h, work)
+    return {
+        f"w13 of {tokens} tokens": partial(up, pair_weight=None, limit=10.0, error=error),
         f"w2 of {tokens} tokens": partial(down, error=error),
     }
 
@@ -96,7 +118,6 @@ def first_result(call: Call) -> Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cubins", type=Path, nargs="*", default=[], help="beside the bound ones")
-    parser.add_argument("--few", type=Path, help="whose tiles of experts have few rows")
     parser.add_argument("--pair", type=Path, help="whose CTAs share tokens, two by two")
     parser.add_argument("--launches", type=int, default=1000, help="of a case")
     parser.add_argument("--out", type=Path)
@@ -108,10 +129,9 @@ def main() -> None:
     kept: dict[str, Tensor] = {}
     forms = [("bound", Kernels(DEVICE), False)]
     forms += [(root.name, Kernels(DEVICE, root), False) for root in args.cubins]
-    if args.few:
-        forms.append((args.few.name, Kernels(DEVICE, args.few), True))
+    forms.append(("bound, narrow tiles", forms[0][1], True))
     if args.pair:
-        forms.append((args.pair.name, Paired(DEVICE, args.pair), False))
+        forms.append((args.pair.name, Paired(args.pair), False))
     for form, kernels, few in forms:
         calls: dict[str, Call] = {}
         if not few:
@@ -128,12 +148,25 @@ def main() -> None:
             calls |= of_experts(kernels, pool, device.error, tokens, few)
         for n, k in () if few else DENSE:
             calls |= of_dense(kernels, device.error, LONGEST, n, k)
+        if not few:
+            x = scaled_rows(LONGEST, 4096)
+            calls["tiles of 8192 x 4096"] = lambda x=x, k=kernels: (
+                prefill_gemm.make_tiles(k, x).data
+            )
         found["us"] = {
             name: round(1e3 * milliseconds(call, repeats=4, rounds=5), 1)
             for name, call in calls.items()
         }
         results[form] = found
         print(form, json.dumps(found), flush=True)
+    streamed: dict[str, Any] = {}
+    for tokens in (300, 512):
+        for name, call in by_streams(forms[0][1], pool, device.error, tokens).items():
+            us = round(1e3 * milliseconds(call, repeats=4, rounds=5), 1)
+            same = torch.equal(call(), kept[name]) if name in kept else None
+            streamed[name] = us, same
+    results["streams: us, same bits"] = streamed
+    print("streams: us, same bits", json.dumps(streamed), flush=True)
     results["error"] = int(device.error)
     if args.out:
         args.out.write_text(json.dumps(results, indent=1) + "\n")
