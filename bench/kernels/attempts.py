@@ -8,11 +8,11 @@ from __future__ import annotations
 
 W2 = (
     "tried: a start without divisions (43/60/70/78 -> 54/69/77/84 % at 6/18/48/128 experts), "
-    "a layer in one persistent launch (49 us against 38), loads of a stage ahead of the matrix units "
-    "with an entry's rows kept (+1 to +2 at 128). Profile: at 128 experts CTAs end after 154 to 187 "
-    "us, 163 on average, so the slowest decide; at 6 a CTA has one item, activations take 1.5 us "
-    "and 4 us lie between the first and the last; reading alone reaches 80 % at that size. Next: "
-    "CTAs that are done take what slow ones have left"
+    "a layer in one persistent launch (49 us against 38), loads of a stage ahead of the matrix "
+    "units with an entry's rows kept (+1 to +2 at 128). Profile: at 128 experts CTAs end after "
+    "154 to 187 us, 163 on average, so the slowest decide; at 6 a CTA has one item, activations "
+    "take 1.5 us and 4 us lie between the first and the last; reading alone reaches 80 % at that "
+    "size. Next: CTAs that are done take what slow ones have left"
 )
 LAYER = (
     "tried: one persistent launch (49 / 103 us at 1 / 3 rows), the shared expert beside the choice "
