@@ -61,6 +61,7 @@ class Service:
     def __init__(self, make_engine: MakeEngine, config: ServerConfig) -> None:
         self.config = config
         self.died = False
+        self._listener = _listen(config.host, config.port)  # a port in use is said before work
         self.engine = make_engine(self._engine_died)
         self.app = create_app(self.engine, config)
         self.server = Server(
@@ -80,24 +81,23 @@ class Service:
 
     def run(self) -> None:
         """Serve until the end. Raises what ended the engine, if that was the reason."""
-        listener = _listen(self.config.host, self.config.port)
         try:
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-                runner.run(self._serve(listener))
+                runner.run(self._serve())
         finally:
-            listener.close()
+            self._listener.close()
             self.engine.close()
             self.app.state.operations.close()
         if self.died:
             raise self.engine.error or EngineDeadError("the engine has died")
 
-    async def _serve(self, listener: socket.socket) -> None:
+    async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         if self.died:
             return
-        host, port = listener.getsockname()[:2]
+        host, port = self._listener.getsockname()[:2]
         logger.info("listening on http://%s:%d", host, port)
-        await self.server.serve(sockets=[listener])
+        await self.server.serve(sockets=[self._listener])
 
     def stop(self) -> None:
         """Drain, then end; called a second time: end at once."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -26,6 +27,7 @@ from moet.runtime.output import Output
 from moet.server import tracing
 from moet.server.app import create_app
 from moet.server.operations import Clock
+from moet.server.run import Service
 from moet.types import TokenEvent
 from tests.scripted import ScriptedCore, endless, faulty
 from tests.server.serving import (
@@ -403,3 +405,12 @@ def test_origins_that_are_no_list_are_refused(given: str) -> None:
 def test_a_limit_of_no_time_is_refused(limit: float) -> None:
     with pytest.raises(ConfigError, match="--request-timeout"):
         ServerConfig(request_timeout_s=limit)
+
+
+def test_a_port_in_use_is_said_before_an_engine_is_made() -> None:
+    made: list[object] = []
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}: .* another"):
+            Service(made.append, ServerConfig(port=port))  # type: ignore[arg-type]
+    assert not made
