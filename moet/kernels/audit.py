@@ -9,13 +9,15 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import re
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from moet.errors import CubinError
 from moet.kernels import build, issue_slots
-from moet.kernels.tools import instructions, listing, resources
+from moet.kernels.tools import instructions, listing, resources, without_labels
 
 REGISTERS_PER_SM = 65536
 # What carries the matrix work of a GEMM kernel, by architecture: for 8-bit operands, for bf16.
@@ -28,6 +30,24 @@ def required(arch: str, kernel: str) -> str | None:
     if not kernel.startswith(("stream_", "prefill_", "moe_")):
         return None
     return REQUIRED[arch][kernel.split("_")[1] == "bf16"]
+
+
+def early_leaves(lines: Sequence[str]) -> int:
+    """Arrivals at barriers of stages before which, since the last branch, shared memory was read.
+
+    Such loads may be served after the arrival, when the copy engine has already overwritten what
+    they read; behind a branch nothing is computed with that comes before it.
+    """
+    count, reading = 0, False
+    for line in lines:
+        op = re.sub(r"^@!?U?P\w+\s+", "", line)
+        if op.startswith("BRA"):
+            reading = False
+        elif op.startswith("LDS") and not line.startswith("@!PT"):
+            reading = True
+        elif op.startswith("SYNCS.ARRIVE") and ".A1T0" in op:
+            count += reading
+    return count
 
 
 def check_kernel(
@@ -63,12 +83,16 @@ def check_cubin(arch: str, name: str, cubin: Path, facts: dict[str, Any]) -> lis
         return [f"{cubin} is not the file of the manifest; python -m moet.kernels.build"]
     if facts["flags"] != build.flags(arch):
         return [f"{arch}/{name}: built with {facts['flags']}; python -m moet.kernels.build"]
-    use, ops = resources(cubin), instructions(cubin)
+    use, lines = resources(cubin), listing(cubin)
     if set(use) != set(facts["kernels"]):
         return [f"{arch}/{name}: kernels {sorted(set(use) ^ set(facts['kernels']))} differ"]
     problems: list[str] = []
     for kernel, kernel_facts in facts["kernels"].items():
-        problems += check_kernel(arch, kernel, kernel_facts, use[kernel], ops[kernel])
+        ops = without_labels(lines[kernel])
+        problems += check_kernel(arch, kernel, kernel_facts, use[kernel], ops)
+        early = early_leaves(lines[kernel]) if kernel.startswith("prefill_") else 0
+        if early:
+            problems.append(f"{arch} {kernel}: {early} stages are left while loads may be waiting")
     return problems
 
 

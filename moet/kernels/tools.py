@@ -6,6 +6,7 @@ import importlib.util
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 from moet.errors import CubinError
@@ -64,9 +65,11 @@ def listing(cubin: Path) -> dict[str, list[str]]:
     return found
 
 
+def without_labels(lines: Sequence[str]) -> list[str]:
+    """The instructions of a kernel's listing, without predicates."""
+    return [re.sub(r"^@!?U?P\w+\s+", "", line) for line in lines if not line.endswith(":")]
+
+
 def instructions(cubin: Path) -> dict[str, list[str]]:
     """Kernel -> its SASS instructions in order, without addresses, predicates and labels."""
-    return {
-        kernel: [re.sub(r"^@!?U?P\w+\s+", "", line) for line in lines if not line.endswith(":")]
-        for kernel, lines in listing(cubin).items()
-    }
+    return {kernel: without_labels(lines) for kernel, lines in listing(cubin).items()}

@@ -32,6 +32,15 @@ def test_the_audit_passes() -> None:
     assert audit.audit(build.CUBINS) == []
 
 
+def test_the_audit_sees_loads_that_wait_when_a_stage_is_left() -> None:
+    leave = "@!P2 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR53+0x20], RZ"
+    early = ["@!PT LDS RZ, [RZ]", "LDS.64 R40, [R76+0x80]", "NOP", leave, "FFMA R1, R40, R2, R1"]
+    assert audit.early_leaves(early) == 1
+    late = ["LDS.64 R40, [R76+0x80]", "FFMA R1, R40, R2, R1", "@P0 BRA `(.L_x_4)", "NOP", leave]
+    assert audit.early_leaves(late) == 0
+    assert audit.early_leaves([early[1], ".L_x_4:", leave]) == 1  # who falls in has not branched
+
+
 def facts_of_a_kernel() -> dict[str, Any]:
     return {"registers": 96, "shared_bytes": 0, "threads": 256, "ctas_per_sm": 2}
 
