@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict, deque
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -13,7 +12,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from bench.experts_rig import GIB, CapturedStep, Rig, compare
 from moet.runtime.experts.disk import RowFile
@@ -53,18 +51,9 @@ def write_rows(arena: Arena, path: Path, num_rows: int) -> float:
     return perf_counter() - begin
 
 
-def touched(num_bytes: int = 4 * GIB, num_threads: int = 16) -> float:
-    """GiB/s at which fresh memory comes to be, when threads are the first to write it."""
-    memory, begin = page_aligned(num_bytes), perf_counter()
-    with ThreadPoolExecutor(num_threads) as threads:
-        list(threads.map(Tensor.zero_, memory.view(num_threads, -1)))
-    return num_bytes / GIB / (perf_counter() - begin)
-
-
 def start(rig: Rig, path: Path, num_rows: int) -> Results:
     """Rows from a file into pinned memory against pinning alone, in the same run."""
-    row_bytes, touched_rate = rig.form.row_bytes, touched()
-    begin = perf_counter()
+    row_bytes, begin = rig.form.row_bytes, perf_counter()
     Arena(num_rows, row_bytes, pin=True).close()
     pinned_s, begin = perf_counter() - begin, perf_counter()
     file = RowFile(path, row_bytes, num_readers=START_READERS, direct=False)
@@ -84,7 +73,6 @@ def start(rig: Rig, path: Path, num_rows: int) -> Results:
     size = num_rows * row_bytes / GIB
     return {
         "GiB": round(size, 2),
-        "fresh memory written by 16 threads GiB/s": round(touched_rate, 2),
         "pin alone GiB/s": round(size / pinned_s, 2),
         "pin alone, again, GiB/s": round(size / again_s, 2),
         "start GiB/s": round(size / seconds, 2),

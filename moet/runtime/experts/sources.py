@@ -27,7 +27,7 @@ from moet.models.sharding import WHOLE, Shard
 from moet.runtime.experts.build import Progress
 from moet.runtime.experts.gpu import CachedExperts, HostSide
 from moet.runtime.experts.heat import read_heat, write_heat
-from moet.runtime.experts.host import Arena
+from moet.runtime.experts.host import Arena, touch
 from moet.runtime.experts.hot import read_hot
 from moet.runtime.experts.load import pack_experts
 from moet.runtime.experts.open_gpu import open_cached, row_bases
@@ -172,13 +172,11 @@ class DummyRows:
                 "--host-experts, or serve a pack"
             )
         pin = self.gpu.torch_device.type == "cuda"
-        arena = Arena(
-            sizes.num_rows,
-            form.row_bytes,
-            pin=pin,
-            fill=lambda first, chunk: self._fill(tier, first, chunk),
-            progress=progress,
-        )
+        arena = Arena(sizes.num_rows, form.row_bytes, pin=pin, fill=touch, progress=progress)
+        first = 0
+        for chunk in arena.chunks:
+            self._fill(tier, first, chunk)
+            first += len(chunk)
         self._made = None
         return CachedExperts(
             self.gpu.launcher,
