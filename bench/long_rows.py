@@ -29,7 +29,6 @@ from bench.gpu import milliseconds, open_gpu
 from bench.gpu_model import PAGE, kernels_of, state
 from bench.kernels.prefill import EXPERTS, TOP_K, routed
 from bench.kernels.rig import DEVICE, Bench, random_pool
-from bench.races import Paired
 from moet.config import ModelSettings
 from moet.kernels import prefill_gemm
 from moet.kernels.device_gemm import Device
@@ -205,13 +204,10 @@ def main() -> None:
     parser.add_argument("--part", choices=("products", "ops", "host", "model"), required=True)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--all-forms", action="store_true", help="not only those that are bound")
-    parser.add_argument("--pair", type=Path, help="a folder of cubins, as `bench.races` takes it")
     parser.add_argument("--commit", default="", help="what to call the sources that are measured")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     device = open_gpu()
-    if args.pair:
-        device = replace(device, launcher=Paired(args.pair))
     torch.manual_seed(0)
     parts: dict[str, Callable[[], Any]] = {
         "products": lambda: products(device),

@@ -1,6 +1,6 @@
 """Whether prefill GEMMs give the same bits every time on a GPU, and how fast: builds side by side.
 
-    python -m bench.races [--cubins FOLDER ...] [--pair FOLDER] [--launches N] [--out FILE]
+    python -m bench.races [--cubins FOLDER ...] [--launches N] [--out FILE]
 
 Every column block of every token has a scale of its own, so that one read too late shows. A case is
 launched again and again, and what differs from its first result is counted on the device.
@@ -30,23 +30,8 @@ from moet.kernels.stream_gemm import StreamLinear
 TOKENS = (300, 1000, 2048, 4096)  # of a storm's launches
 TIMED = (300, 512, 1024, 2048, 8192)
 LONGEST = TIMED[-1]
-PAIRED = ("prefill_w2_swiglu", "prefill_w2_bf16", "prefill_fp8_swiglu", "prefill_fp8_bf16")
 DENSE = ((1536, 4096), (32768, 1024), (4096, 8192))
 Call = Callable[[], Tensor]
-
-
-class Paired(Kernels):
-    """Launches CTAs of the GEMMs in a folder as clusters of two, where their tiles are even."""
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(DEVICE)
-        self._paired = Kernels(DEVICE, root)
-
-    def launch(self, name: str, *, args: Any, **options: Any) -> None:
-        if name in PAIRED and args.tiles % 2 == 0:
-            self._paired.launch(name, args=args, **options, cluster=2)
-        else:
-            super().launch(name, args=args, **options)
 
 
 def scaled_rows(rows: int, columns: int) -> Tensor:
@@ -118,7 +103,6 @@ def first_result(call: Call) -> Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cubins", type=Path, nargs="*", default=[], help="beside the bound ones")
-    parser.add_argument("--pair", type=Path, help="whose CTAs share tokens, two by two")
     parser.add_argument("--launches", type=int, default=1000, help="of a case")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -130,8 +114,6 @@ def main() -> None:
     forms = [("bound", Kernels(DEVICE), False)]
     forms += [(root.name, Kernels(DEVICE, root), False) for root in args.cubins]
     forms.append(("bound, narrow tiles", forms[0][1], True))
-    if args.pair:
-        forms.append((args.pair.name, Paired(args.pair), False))
     for form, kernels, few in forms:
         calls: dict[str, Call] = {}
         if not few:
