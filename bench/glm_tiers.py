@@ -18,7 +18,6 @@ import logging
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -43,7 +42,7 @@ from moet.models.synthetic_glm import MODEL_NAME
 from moet.runtime.device_start import this_gpu
 from moet.runtime.dummy import preset_config, used_layers
 from moet.runtime.experts.gpu import CachedExperts, HostSide
-from moet.runtime.experts.host import Arena
+from moet.runtime.experts.host import Arena, touch
 from moet.runtime.memory import plan
 from moet.runtime.plan_types import Plan, PlanSettings
 from moet.runtime.queues import CudaGraphs, CudaQueue, uncaptured
@@ -55,7 +54,6 @@ CONTEXT = 1024
 WARM_STEPS, COMPARED = 60, 4
 TARGET = 1.3  # times the floor of missed bytes, beyond the resident step
 SPARE_BYTES = 6 * GIB  # of host memory, beside what the planner leaves
-TOUCHING_THREADS = 16
 
 
 def make_plan(raw: dict[str, object], host_bytes: int, device: Device) -> Plan:
@@ -180,15 +178,14 @@ class OneCard:
         """Pinned memory, and the seconds that it took; of these, to touch it by many threads."""
         touched_s = 0.0
 
-        def touch(first: int, chunk: Tensor) -> None:
+        def timed(first: int, chunk: Tensor) -> None:
             nonlocal touched_s
             begin = perf_counter()
-            with ThreadPoolExecutor(TOUCHING_THREADS) as threads:
-                list(threads.map(Tensor.zero_, chunk.chunk(TOUCHING_THREADS)))
+            touch(first, chunk)
             touched_s += perf_counter() - begin
 
         begin, pin = perf_counter(), self.where.type == "cuda"
-        arena = Arena(num_places, self.form.row_bytes, pin=pin, fill=touch)
+        arena = Arena(num_places, self.form.row_bytes, pin=pin, fill=timed)
         return arena, perf_counter() - begin, touched_s
 
     def _resident(self) -> ResidentProvider:
