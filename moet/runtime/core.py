@@ -124,6 +124,8 @@ class EngineCore:
             precisions = served.precisions
         self.expert_stats = expert_stats
         self._precisions = precisions or PrecisionSet.single(experts, precision)
+        if placement is not None:  # whose steps are captured with one kind of experts
+            experts = self._precisions.decoding
         self._counters = Counters()
         self._at_work: Batch | None = None  # whose results are awaited
         tiers = open_tiers(

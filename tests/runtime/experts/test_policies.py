@@ -361,3 +361,5 @@ def test_a_device_follows_the_policies(models: Models) -> None:
     placement = Placement(CpuQueue(), uncaptured)
     core = models.core("w2", **options, max_num_seqs=3, placement=placement)
     assert run(core, requests) == expected
+    core = models.core("fp4", num_spec_tokens=2, max_num_seqs=3, placement=placement)
+    assert run(core, [requests[0]]) == {"a": expected["a"]}
