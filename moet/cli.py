@@ -72,6 +72,8 @@ def parser() -> argparse.ArgumentParser:
     _chat(_command(commands, "chat", "talk to a model in the terminal"))
     _generate(_command(commands, "generate", "continue prompts"))
     _convert(_command(commands, "convert", "turn a checkpoint into a pack"))
+    verify = _command(commands, "verify", "read a pack whole and compare its checksums")
+    verify.add_argument("pack", type=Path)
     _make(_command(commands, "make-checkpoint", "write a synthetic checkpoint"))
     _plan(_command(commands, "plan", "say what fits on which cards, and how fast it will be"))
     bench = _command(commands, "bench", "measure a server, the engine, or a step")

@@ -128,6 +128,20 @@ def convert(args: argparse.Namespace) -> int:
     return 0
 
 
+def verify(args: argparse.Namespace) -> int:
+    """Read a pack whole and compare its checksums."""
+    from moet.console import byte_progress
+    from moet.models.pack import Pack
+    from moet.models.progress import ProgressMeter
+
+    pack = Pack.open(args.pack)
+    with byte_progress(f"reading {args.pack}") as progress:
+        meter = ProgressMeter(sum(pack.manifest.files.values()), progress)
+        pack.verify(lambda num_bytes: meter.advance(num_bytes, str(args.pack)))
+    print(f"{args.pack} is as it was made")
+    return 0
+
+
 def make_checkpoint(args: argparse.Namespace) -> int:
     """Write a synthetic checkpoint, or only say what would be written."""
     from moet.console import byte_progress
@@ -275,6 +289,7 @@ COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "chat": chat,
     "generate": generate,
     "convert": convert,
+    "verify": verify,
     "make-checkpoint": make_checkpoint,
     "plan": plan,
     "bench": bench,

@@ -139,6 +139,11 @@ def test_a_checkpoint_and_its_pack_say_the_same(
     assert answers[0] == answers[1]
     assert main(["convert", str(checkpoint), str(pack), "--scale-rule", "inherit"]) == 2
     assert "scale rule" in capsys.readouterr().err
+    assert main(["verify", str(pack)]) == 0
+    with (pack / "experts.w2").open("r+b") as file:
+        file.write(b"\xff\x00\xff")
+    assert main(["verify", str(pack)]) == 2
+    assert "checksums differ for layers.0.ffn.experts.0 (w2 row)" in capsys.readouterr().err
 
 
 @pytest.fixture
