@@ -12,7 +12,14 @@ from typing import Any
 
 from rich.console import Console
 
-from moet.config import CacheConfig, EngineConfig, ModelSettings, SchedulerConfig, TargetConfig
+from moet.config import (
+    CacheConfig,
+    EngineConfig,
+    ExpertConfig,
+    ModelSettings,
+    SchedulerConfig,
+    TargetConfig,
+)
 from moet.errors import ConfigError
 
 
@@ -97,6 +104,8 @@ def _step(made: argparse.ArgumentParser, number: Callable[[str], int]) -> None:
                       help="dummy: random ones of full size, on a GPU; MODEL may be a "
                       "preset such as deepseek-v4-flash")  # fmt: skip
     made.add_argument("--enforce-eager", action="store_true", help="capture no graphs")
+    made.add_argument("--expert-pool", type=float, default=None, metavar="GIB",
+                      help="experts behind a pool on a GPU, with its hits and waits")  # fmt: skip
 
 
 def _experts(made: argparse.ArgumentParser) -> None:
@@ -218,6 +227,9 @@ def _run_step(args: argparse.Namespace) -> int:
         target=TargetConfig(
             device=args.device, weights=args.weights, enforce_eager=args.enforce_eager
         ),
+        experts=ExpertConfig(
+            pool_bytes=None if args.expert_pool is None else int(args.expert_pool * (1 << 30))
+        ),
     )
     config, gpu = on_device.device_for(config)
     if gpu is not None:
@@ -226,6 +238,8 @@ def _run_step(args: argparse.Namespace) -> int:
         on_device.show(rows, Console())
         _write(args, rows, hardware=on_device.hardware())
         return 0
+    if args.expert_pool is not None:
+        raise ConfigError("--expert-pool is measured on a GPU, and the model would run on the CPU")
     times = step.time_step(
         args.model,
         _settings(args),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from moet.bench.device_rig import DeviceRig, StepTimes
+from moet.bench.device_rig import WARM_STEPS, DeviceRig, StepTimes
 from moet.bench.device_step import OpCost, OpRecorder, profile_kernels, read_rate, time_ops
 from moet.bench.results import Row
 from moet.bench.rig import Shape, pack_of
@@ -18,10 +18,20 @@ from moet.config import EngineConfig
 from moet.errors import ConfigError
 from moet.kernels.device_gemm import Device
 from moet.kernels.registry import watching
+from moet.models.base import ExpertProvider, Model
 from moet.models.config_json import read_config
 from moet.runtime.device_runner import DeviceModel
-from moet.runtime.device_start import load_dummy, load_pack, place, plan_device, settle_device
+from moet.runtime.device_start import (
+    load_dummy,
+    load_dummy_tiers,
+    load_pack,
+    place,
+    plan_device,
+    settle_device,
+)
 from moet.runtime.dummy import dummy_folder
+from moet.runtime.experts.serving_gpu import DeviceServed
+from moet.runtime.metrics import ExpertStats
 from moet.runtime.text_side import model_folder
 
 
@@ -45,14 +55,7 @@ def measure(config: EngineConfig, gpu: Device, shape: Shape, *, num_steps: int) 
     more_rows = replace(config.scheduler, num_spec_tokens=shape.num_rows - 1)
     config = replace(config, scheduler=more_rows)  # so that rings have room for them
     with watching(recorder.watch):
-        if config.target.weights == "dummy":
-            raw = read_config(dummy_folder(config.model) / "config.json")
-            model, experts = load_dummy(config, raw, gpu, lambda stage, done: None)
-        else:
-            pack = pack_of(config.model)
-            config, plan = plan_device(config, pack.config, gpu)
-            model, served = load_pack(config, pack, gpu, lambda stage, done: None, plan)
-            experts = served.precisions.drafting
+        model, experts, served = _loaded(config, gpu)
     rig = DeviceRig(
         cast(DeviceModel, model),
         experts,
@@ -62,16 +65,49 @@ def measure(config: EngineConfig, gpu: Device, shape: Shape, *, num_steps: int) 
         longest=shape.context,
         others=shape.context,
     )
-    return time_rig(rig, recorder, shape, num_steps=num_steps)
+    stats = served.stats if served is not None and served.caches else None
+    rows = time_rig(rig, recorder, shape, num_steps=num_steps, stats=stats)
+    if served is not None:
+        served.close()
+    return rows
 
 
-def time_rig(rig: DeviceRig, recorder: OpRecorder, shape: Shape, *, num_steps: int) -> list[Row]:
-    """The whole step first, then its ops, the slowest first.
+def _loaded(config: EngineConfig, gpu: Device) -> tuple[Model, ExpertProvider, DeviceServed | None]:
+    """A model, the experts that it decodes with, and what serves them unless all are there."""
 
-    The model must have been bound while the recorder watched.
+    def quiet(stage: str, done: float) -> None: ...
+
+    if config.target.weights != "dummy":
+        pack = pack_of(config.model)
+        config, plan = plan_device(config, pack.config, gpu)
+        model, served = load_pack(config, pack, gpu, quiet, plan)
+        return model, served.precisions.decoding, served
+    raw = read_config(dummy_folder(config.model) / "config.json")
+    if not config.experts.has_tiers:
+        return *load_dummy(config, raw, gpu, quiet), None
+    config, plan = plan_device(config, raw, gpu)
+    model, served = load_dummy_tiers(config, raw, gpu, quiet, plan)
+    return model, served.precisions.decoding, served
+
+
+def time_rig(
+    rig: DeviceRig,
+    recorder: OpRecorder,
+    shape: Shape,
+    *,
+    num_steps: int,
+    stats: Callable[[], ExpertStats] | None = None,
+) -> list[Row]:
+    """The whole step first, then its experts' tiers, then its ops, the slowest first.
+
+    The model must have been bound while the recorder watched. stats: of experts in tiers.
     """
     rig.fill()
+    before = None if stats is None else stats()
     times = rig.time_steps(shape, num_steps)
+    tiers = []
+    if stats is not None and before is not None:
+        tiers = tier_rows(before, stats(), WARM_STEPS + num_steps)
     work = rig.step_work(shape)
     work()
     recorder.record(work)
@@ -83,7 +119,33 @@ def time_rig(rig: DeviceRig, recorder: OpRecorder, shape: Shape, *, num_steps: i
     if queue.device.type == "cuda":
         kernels = profile_kernels(lambda: rig.replay(shape))
         num_kernels = sum(kernel.num_launches for kernel in kernels)
-    return [*_whole(shape, times, costs, rate, num_kernels), *(_op(cost, rate) for cost in costs)]
+    whole = _whole(shape, times, costs, rate, num_kernels)
+    return [*whole, *tiers, *(_op(cost, rate) for cost in costs)]
+
+
+def tier_rows(before: ExpertStats, after: ExpertStats, num_steps: int) -> list[Row]:
+    """What steps asked of each format's pool: hits, missed bytes and the time that copies took,
+    with the layers that waited longest."""
+    rows = []
+    for old, new in zip(before.tiers, after.tiers, strict=True):
+        hits, misses, stall_s = (
+            new.total(what) - old.total(what) for what in ("num_hits", "num_misses", "stall_s")
+        )
+        waits = sorted(
+            ((b.stall_s - a.stall_s, b.layer) for a, b in zip(old.layers, new.layers, strict=True)),
+            reverse=True,
+        )
+        longest = ", ".join(f"{layer}: {1e6 * s / num_steps:.0f} us" for s, layer in waits[:3])
+        share = 100 * hits / max(1.0, hits + misses)
+        note = f"{new.num_slots} slots of {new.num_rows} rows; {misses / num_steps:.2f} miss a step"
+        missed_mb = misses / num_steps * new.row_bytes / 1e6
+        stall_ms = 1e3 * stall_s / num_steps
+        rows += [
+            Row(case=f"{new.format} hits", value=share, unit="%", better="higher", note=note),
+            _row(f"{new.format} missed bytes", missed_mb, "MB/step", None, ""),
+            _row(f"{new.format} copies", stall_ms, "ms/step", None, f"longest in layers {longest}"),
+        ]
+    return rows
 
 
 def _whole(

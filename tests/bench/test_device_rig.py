@@ -15,6 +15,7 @@ from moet.kernels.registry import watching
 from moet.runtime.chunks import Chunk
 from moet.runtime.device_runner import Placement
 from moet.runtime.device_sampler import Kind
+from moet.runtime.metrics import ExpertStats, LayerTier, TierStats
 from moet.runtime.queues import CpuQueue, uncaptured
 from tests.models.hash_weights import DEPLOYED, Rig, hash_source, load_rig
 
@@ -113,6 +114,26 @@ def test_a_step_is_told_with_its_ops(rig: DeviceRig, recorder: OpRecorder) -> No
     assert {"hc_pass", "hc_enter"} <= ops.keys()
     assert rows[0].floor == pytest.approx(sum(row.floor or 0 for row in rows[3:]), abs=0.1)
     assert list(ops.values()) == sorted(ops.values(), reverse=True)
+
+
+def test_tiers_are_told_a_step() -> None:
+    def stats(hits: int, misses: int, stall_s: float) -> ExpertStats:
+        sizes = dict.fromkeys(TierStats.__struct_fields__, 5)
+        layer = LayerTier(
+            layer=3,
+            num_hits=hits,
+            num_misses=misses,
+            num_streamed=0,
+            num_bytes=0,
+            stall_s=stall_s,
+        )
+        tier = TierStats(**{**sizes, "format": "w2", "row_bytes": 10**6, "layers": [layer]})
+        return ExpertStats(layers=[], tiers=[tier])
+
+    hits, missed, copies = on_device.tier_rows(stats(10, 10, 0.5), stats(40, 20, 0.7), 5)
+    assert (hits.value, missed.value, copies.value) == pytest.approx((75, 2, 40))
+    assert "2.00 miss a step" in hits.note
+    assert "3: 40000 us" in copies.note
 
 
 def test_a_gpu_that_is_not_there_is_refused() -> None:
