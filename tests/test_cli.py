@@ -85,6 +85,16 @@ def test_what_is_wrong_ends_with_code_2_and_says_so(
     assert "Traceback" not in captured.err
 
 
+def test_a_cache_folder_that_cannot_be_written_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOET_CACHE_DIR", "/dev/null")
+    assert main(["generate", "demo", "-p", "x"]) == 2
+    err = capsys.readouterr().err
+    assert "the cache folder /dev/null cannot be written: Not a directory; set MOET_CACHE" in err
+    assert "Traceback" not in err
+
+
 def test_an_unknown_flag_ends_with_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["serve", "--warp-speed"])

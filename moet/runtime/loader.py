@@ -270,7 +270,13 @@ def open_pack(model: str, progress: Progress) -> Pack:
     name = folder.resolve().name
     version = f"v{FORMAT_VERSION}.{LAYOUT_VERSION}"
     kept = cache_dir() / "packs" / f"{name}-{checkpoint.identity()[:16]}-{version}"
-    kept.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the cache folder {cache_dir()} cannot be written: {error.strerror}; set "
+            "MOET_CACHE_DIR to one that can, or make a pack with moet convert and serve that"
+        ) from None
     return convert(checkpoint, kept, ConvertOptions(), ConvertLog(kept, progress))
 
 
