@@ -66,6 +66,7 @@ def test_token_counts(text: str, number: int) -> None:
     ("words", "part"),
     [
         (["generate", "/nowhere", "-p", "x"], "/nowhere is no folder"),
+        (["serve", "/nowhere", "--port", "0"], "/nowhere is no folder"),
         (["generate", "--max-num-seqs", "0", "-p", "x"], "--max-num-seqs is 0"),
         (["generate", "a", "--model", "b", "-p", "x"], "give one of them"),
         (["make-checkpoint", "gpt-2"], "gpt-2"),

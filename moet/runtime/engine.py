@@ -37,7 +37,7 @@ from moet.runtime.process import ProcessHost
 from moet.runtime.router import Generation as Generation
 from moet.runtime.router import Merge, Router
 from moet.runtime.sampling_params import check_precision, validate_params
-from moet.runtime.text_side import TextSide, text_folder
+from moet.runtime.text_side import TextSide, existing_folder, text_folder
 from moet.types import GrammarSpec, Request, SamplingParams, TokenEvent
 
 logger = logging.getLogger(__name__)
@@ -98,6 +98,8 @@ class Engine:
             experts=experts or ExpertConfig(),
             seed=seed,
         )
+        if config.target.weights == "checkpoint":
+            existing_folder(model)  # a wrong name is said before a process starts
         build = partial(_load_core, config)
         host = ProcessHost(build) if own_process else ThreadHost(build)
         self._set_up(model, host, lambda: TextSide.from_folder(text_folder(config)), on_death)

@@ -48,7 +48,7 @@ from moet.runtime.host import Progress
 from moet.runtime.memory import require_fit
 from moet.runtime.metrics import ExpertStats
 from moet.runtime.parallel.experts import rank_experts
-from moet.runtime.text_side import DEMOS, model_folder, text_folder
+from moet.runtime.text_side import existing_folder, model_folder, text_folder
 from moet.runtime.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -259,10 +259,7 @@ def _require_memory(config: EngineConfig, raw_config: Mapping[str, Any]) -> None
 
 def open_pack(model: str, progress: Progress) -> Pack:
     """The pack of a model: itself, or one made of the checkpoint and kept for the next start."""
-    folder = model_folder(model)
-    if not folder.is_dir():
-        demos = " or ".join(DEMOS)
-        raise ConfigError(f"{model} is no folder; give a checkpoint or pack folder, or {demos}")
+    folder = existing_folder(model)
     if is_pack(folder):
         return Pack.open(folder)
     checkpoint = Checkpoint.open(folder)

@@ -51,6 +51,15 @@ def model_folder(model: str) -> Path:
     return Path(model)
 
 
+def existing_folder(model: str) -> Path:
+    """A model's folder, which has to be there; ConfigError if it is not."""
+    folder = model_folder(model)
+    if not folder.is_dir():
+        demos = " or ".join(DEMOS)
+        raise ConfigError(f"{model} is no folder; give a checkpoint or pack folder, or {demos}")
+    return folder
+
+
 def text_folder(config: EngineConfig) -> Path:
     """Where a model's tokenizer and config.json are; with dummy weights it may have no others."""
     if config.target.weights == "checkpoint":
