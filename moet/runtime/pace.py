@@ -8,7 +8,7 @@ from __future__ import annotations
 
 MIN_ROWS = 256  # a smaller chunk reads as many weights, so it saves little time
 LONGEST_S = 0.09  # of a step that carries prefills, if what it may cost on average is less
-WORTH = 1.5  # times the least chunk: less would save little, for most of its time is no row's
+WORTH = 1.25  # times the least chunk: less would save little, for most of its time is no row's
 SMOOTHING = 0.2  # weight of the newest measurement
 
 
@@ -65,9 +65,15 @@ class PrefillPace:
         return self._least_s
 
     def _resize(self, num_rows: int, room: float) -> None:
-        """A chunk of num_rows took 1 / room of the longest time that it may take."""
-        if room < 1 or num_rows >= self._chunk:  # the last chunk of a prompt tells only of excess
-            self._chunk = max(MIN_ROWS, int(num_rows * min(room, 2.0)))
+        """A chunk of num_rows took 1 / room of the longest time that it may take.
+
+        Chunks end at borders of pages, so that one of more than half of what it may be has told
+        what such chunks cost. A shorter one, as the last of a prompt, tells only of excess.
+        """
+        if room < 1:
+            self._chunk = max(MIN_ROWS, int(num_rows * room))
+        elif 2 * num_rows > self._chunk:
+            self._chunk = int(self._chunk * min(room, 2.0))
 
     def _allowance(self, alone_s: float) -> float:
         """Seconds that a step may take beyond its decoding."""

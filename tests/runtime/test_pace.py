@@ -51,15 +51,18 @@ def test_chunks_grow_to_what_a_step_may_take() -> None:
     assert pace.rows(3, 8192) == MIN_ROWS
 
 
-def test_a_chunk_is_not_cut_where_that_saves_little() -> None:
+@pytest.mark.parametrize("page_size", [1, 256])
+def test_a_chunk_is_not_cut_where_that_saves_little(page_size: int) -> None:
     pace = PrefillPace(0.4)
     fixed_s, row_s = 0.1, 2e-5
-    for _ in range(400):
-        rows = pace.rows(1, 8192)
+    done = []
+    for _ in range(2000):
+        rows = pace.rows(1, 8192) // page_size * page_size
         pace.observe(1, rows, 0.005 + (fixed_s + rows * row_s if rows else 0.0))
-    pace.debt_s = 0.0
-    least_s = fixed_s + MIN_ROWS * row_s
-    assert pace.rows(1, 8192) == pytest.approx((WORTH * least_s - fixed_s) / row_s, rel=0.1)
+        done += [rows] * (rows > 0)
+    longest_s = WORTH * (fixed_s + MIN_ROWS * row_s)
+    wanted = (longest_s - fixed_s) / row_s
+    assert done[-1] == pytest.approx(wanted, abs=0.1 * wanted + page_size)
 
 
 def test_a_costly_chunk_is_paid_for_first() -> None:
