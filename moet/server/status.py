@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from time import monotonic
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from moet import __version__
-from moet.errors import EngineDeadError
+from moet.errors import EngineDeadError, RequestError
 from moet.server import metrics
 from moet.server.body import BodyReader
 from moet.server.errors import HttpError
 from moet.server.served import Served, json_response
 
 GIB = 1 << 30
+MAX_GIB = 1 << 20
 
 
 class ExpertTuning(msgspec.Struct, kw_only=True):
@@ -27,6 +28,15 @@ class ExpertTuning(msgspec.Struct, kw_only=True):
     tau: float | None = None
     expert_pool_gib: float | None = None
     kv_gib: float | None = None
+
+    def size_bytes(self, name: Literal["expert_pool_gib", "kv_gib"]) -> int | None:
+        """A size, if it is asked for; RequestError beyond what any machine has."""
+        size: float | None = getattr(self, name)
+        if size is None:
+            return None
+        if not 0 <= size <= MAX_GIB:
+            raise RequestError(f"{name} is {size}; it must be from 0 to {MAX_GIB}", param=name)
+        return int(size * GIB)
 
 
 class Status:
@@ -116,12 +126,10 @@ class Status:
         """Change the gate's tau, the expert pool or the pages between two steps; answers as
         /moe/stats."""
         body = await self.bodies.read(request, ExpertTuning, {})
-        pool_bytes, kv_bytes = (
-            None if size is None else int(size * GIB)
-            for size in (body.expert_pool_gib, body.kv_gib)
-        )
         stats = await self.engine.aexpert_stats(
-            tau=body.tau, pool_bytes=pool_bytes, kv_bytes=kv_bytes
+            tau=body.tau,
+            pool_bytes=body.size_bytes("expert_pool_gib"),
+            kv_bytes=body.size_bytes("kv_gib"),
         )
         return json_response(msgspec.to_builtins(stats))
 

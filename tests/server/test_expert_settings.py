@@ -33,3 +33,7 @@ def test_a_refusal_names_the_field() -> None:
         wrong = api.post("/moe/settings", {"expert_pool_gib": "much"})
         assert wrong.status_code == 400
         assert wrong.json()["error"]["param"] == "expert_pool_gib"
+        for name, size in (("expert_pool_gib", 1e308), ("kv_gib", -1)):
+            wrong = api.post("/moe/settings", {name: size})
+            assert wrong.status_code == 400
+            assert wrong.json()["error"]["param"] == name
