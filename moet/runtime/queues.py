@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter, sleep
 from typing import Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -140,6 +141,7 @@ class CudaGraphs:
 
     def __init__(self, queue: CudaQueue) -> None:
         self.queue = queue
+        self._alive = WeakSet[torch.cuda.CUDAGraph]()
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Work) -> Work:
@@ -147,12 +149,15 @@ class CudaGraphs:
             work()  # compiles and allocates what only a first call does
             self.queue.stream.synchronize()
             graph = torch.cuda.CUDAGraph()
+            if not self._alive:  # a pool that no graph uses any more cannot be used again
+                self._pool = torch.cuda.graph_pool_handle()
             with _keeping_garbage():
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     work()
                 finally:
                     graph.capture_end()
+        self._alive.add(graph)
         return graph.replay
 
 
