@@ -12,6 +12,7 @@ import argparse
 import json
 import logging
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from time import perf_counter
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 
+from moet.bench.results import Row, report, write
 from moet.config import CacheConfig, EngineConfig, ExpertConfig, SchedulerConfig, TargetConfig
 from moet.runtime import dummy
 from moet.runtime.core import EngineCore
@@ -74,6 +76,36 @@ def phase(core: EngineCore, num_streams: int, length: int, max_tokens: int) -> d
     }
 
 
+def content(found: dict[str, Any], commit: str) -> dict[str, Any]:
+    """The result file so far."""
+    where = f"pool of {found['pool GiB']:g} GiB, skew {found['skew']:g}, {found['drafts']} drafts"
+    rows = [Row(case="start", value=found["start s"], unit="s", better="lower", note=where)]
+    for name, case in found.items():
+        if not isinstance(case, dict):
+            continue
+        hits = f"{case['hits while decoding %']} % hits while decoding"
+        rows += [
+            Row(case=name, value=case["tok/s"], unit="tok/s", better="higher", note=hits),
+            Row(
+                case=f"{name}, to the first token of all",
+                value=case["first token s"],
+                unit="s",
+                better="lower",
+                note=f"{case['prompt tok/s']} tokens/s of the prompts",
+            ),
+        ]
+    errors = [
+        error for case in found.values() if isinstance(case, dict) for error in case["errors"]
+    ]
+    command = " ".join(["python -m bench.experts_engine", *sys.argv[1:]])
+    more = {
+        "model": "deepseek-v4-flash, w2, dummy weights of seed 0, all experts in pinned host memory",
+        "errors": errors,
+    }
+    made = report(command, rows, hardware=found["hardware"], more=more)
+    return made | ({} if commit == "unknown" else {"commit": commit})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pool", type=float, default=14.0)
@@ -124,7 +156,7 @@ def main() -> None:
             continue
         found[name] = phase(core, streams, length, answer)
         print(name, found[name], flush=True)
-        args.out.write_text(json.dumps(found, indent=1))
+        write(args.out, content(found, args.commit))
     print(json.dumps(found), flush=True)
     core.shutdown()
 
