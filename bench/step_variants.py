@@ -26,13 +26,7 @@ from moet.bench.device_rig import DeviceRig
 from moet.bench.device_step import profile_kernels
 from moet.bench.rig import Shape
 from moet.config import ModelSettings
-from moet.kernels import (
-    device_gemm,
-    device_streams,
-    triton_attention,
-    triton_attention_inputs,
-    triton_rows,
-)
+from moet.kernels import device_gemm, device_streams
 from moet.models.deepseek_v4 import DeepseekV4
 from moet.models.dummy import DummyOptions
 from moet.models.synthetic import MODEL_NAME
@@ -44,16 +38,6 @@ SHAPES = ((1, 1), (1, 3), (8, 1))
 NUM_SEQS = max(seqs for seqs, _ in SHAPES)
 CONTEXT = 1024
 Change = Callable[[DeepseekV4], None]
-
-
-def early(model: DeepseekV4) -> None:
-    """Attention reads keys, and what follows it weights, before queries are there."""
-    triton_attention.EARLY = True
-
-
-def reading(model: DeepseekV4) -> None:
-    """Small kernels read what is older than their inputs before those are there."""
-    triton_rows.EARLY = triton_attention_inputs.EARLY = True
 
 
 def listless(model: DeepseekV4) -> None:
@@ -84,15 +68,13 @@ VARIANTS: dict[str, list[Change]] = {
     "held": [held],
     "held, mixing": [held, mixing],
     "clustered, mixing": [clustered, mixing],
-    "early, listless": [early, reading, listless],
-    "early, listless, clustered, mixing": [early, reading, listless, clustered, mixing],
-    "early, listless, held, mixing": [early, reading, listless, held, mixing],
+    "listless, clustered, mixing": [listless, clustered, mixing],
+    "listless, held, mixing": [listless, held, mixing],
 }
 LONG = ("kernels us", "timeline")
 
 
 def plain(model: DeepseekV4) -> None:
-    triton_attention.EARLY = triton_rows.EARLY = triton_attention_inputs.EARLY = False
     device_gemm.GROUPED = False
     device_streams.HELD = device_streams.CLUSTERS = False
     for layer in model.layers:

@@ -12,7 +12,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from moet.kernels.cache import Cache
 from moet.kernels.cubin import device_arch
@@ -38,7 +37,6 @@ HEADS_JOINED = 1  # of one program that joins tiles
 SPLIT_TILES = 64  # up to so many tiles in all, a tile's sums are divided among programs
 PROGRAMS_EACH = 4
 TILES_AHEAD = 8  # whose sums such a program reads at once
-EARLY = False  # whether what follows may begin, and keys be read, before queries are there
 MAX_PARTS = 1024  # tiles whose sums wait in memory at a time; 128 KiB each at released sizes
 
 
@@ -197,18 +195,10 @@ def attend(
     KEYS: tl.constexpr,
     SPLIT: tl.constexpr,
     OVERLAP: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """Row, tile, head block. WHOLE: all tiles of a row in turn, and its output; otherwise one tile,
-    and one of SPLIT parts of its sums.
-
-    EARLY: only queries and what was selected come from the kernel ahead, which lets this one begin
-    after what was ahead of it has ended; keys are older, so they are read at once.
-    """
-    if EARLY:
-        gdc_launch_dependents()
-    else:
-        begin(OVERLAP)
+    and one of SPLIT parts of its sums."""
+    begin(OVERLAP)
     BLOCKS: tl.constexpr = DIM // 64
     WINDOW_TILES: tl.constexpr = (WINDOW + KEYS - 1) // KEYS
     DATA: tl.constexpr = DIM + ROPE
@@ -297,8 +287,10 @@ def attend(
     else:
         tile = tl.program_id(1)
         if (tile < last) & ((tile >= WINDOW_TILES) | (tile * KEYS <= p)):
-            if EARLY and TOP_K > 0 and tile >= WINDOW_TILES:
-                gdc_wait()
+            q = ()
+            for b in tl.static_range(BLOCKS):
+                block = tl.load(q_ptr + at + b * 64, mask=real, other=0.0).to(tl.bfloat16)
+                q = q + (block,)
             data_at, scales_at, valid = find_rows(
                 window,
                 chunk,
@@ -324,12 +316,6 @@ def attend(
                 SCALE_BYTES,
             )
             blocks = load_rows(window, data_at, scales_at, valid, DIM)
-            if EARLY:
-                gdc_wait()
-            q = ()
-            for b in tl.static_range(BLOCKS):
-                block = tl.load(q_ptr + at + b * 64, mask=real, other=0.0).to(tl.bfloat16)
-                q = q + (block,)
             weight, top, total = attend_tile(q, blocks, valid, scale, BLOCKS)
             part = (row * tl.num_programs(1) + tile) * HEADS + h
             to = part_acc + part[:, None] * DIM + tl.arange(0, 64)[None, :]
@@ -341,8 +327,6 @@ def attend(
                 if mine == s:
                     for b in tl.static_range(s * BLOCKS // SPLIT, (s + 1) * BLOCKS // SPLIT):
                         tl.store(to + b * 64, tl.dot(weight, blocks[b]), mask=real)
-    if EARLY:
-        gdc_wait()  # whoever waits for this kernel waits for those before it
 
 
 @triton.jit
@@ -374,14 +358,10 @@ def join(
     EACH: tl.constexpr,
     AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """Row and EACH heads: the tiles that have keys, in ascending order, AHEAD of them read at
-    once. EARLY: the next kernel reads nothing that is younger than a step before it waits."""
-    if EARLY:
-        gdc_launch_dependents()
-    else:
-        begin(OVERLAP)
+    once."""
+    begin(OVERLAP)
     WINDOW_TILES: tl.constexpr = (WINDOW + KEYS - 1) // KEYS
     row = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * EACH + tl.arange(0, EACH)
@@ -392,10 +372,6 @@ def join(
     if TOP_K > 0:
         visible = tl.minimum(visible, TOP_K)
     last = tl.where(p >= 0, WINDOW_TILES + tl.cdiv(visible, KEYS), 0)
-    sink = tl.load(sink_ptr + h, mask=real, other=0.0) * 1.4426950408889634
-    cos, sin = load_rotation(cos_ptr, sin_ptr, row, DIM, ROPE)
-    if EARLY:
-        gdc_wait()
     top = tl.full([EACH], float("-inf"), tl.float32)
     total = tl.zeros([EACH], tl.float32)
     acc = tl.zeros([EACH, DIM], tl.float32)
@@ -417,7 +393,9 @@ def join(
             old = tl.broadcast_to(old[:, None], [EACH, DIM])
             new = tl.broadcast_to(new[:, None], [EACH, DIM])
             acc = scaled_sum(old, acc, new, parts[i])
+    sink = tl.load(sink_ptr + h, mask=real, other=0.0) * 1.4426950408889634
     value = (acc * final_factor(top, total, sink)[:, None]).to(tl.bfloat16).to(tl.float32)
+    cos, sin = load_rotation(cos_ptr, sin_ptr, row, DIM, ROPE)
     value = rotate_pairs(value, cos, -sin).to(tl.bfloat16).to(tl.float32)
     head = (row * HEADS + h)[:, None]
     if QUANT:
@@ -477,7 +455,6 @@ def _launch(
         "DIM": dim,
         "ROPE": 2 * cos.shape[1],
         "KEYS": KEYS,
-        "EARLY": EARLY and q.is_cuda and not whole,
         **overlap(q),
     }
     attend[(num_rows, 1 if whole else num_tiles, triton.cdiv(num_heads, heads) * split)](

@@ -35,13 +35,11 @@ from moet.kernels.triton_compressor import (
 )
 from moet.kernels.triton_rows import fp8_form
 
-EARLY = False  # whether what is older than the kernel ahead is read before that one ends
-
 
 @triton.jit
 def norm_latent(
     x,
-    scale,
+    weight,
     values,
     codes,
     scales,
@@ -52,11 +50,11 @@ def norm_latent(
     PAD: tl.constexpr,
     QUANT: tl.constexpr,
 ):
-    """RMS norm of a row, times `scale` [PAD]; its e4m3 codes and scales too if QUANT."""
+    """RMS norm of a row; its e4m3 codes and scales too if QUANT."""
     d = tl.arange(0, PAD)
     value = tl.load(x + row * stride + d, mask=d < DIM, other=0.0).to(tl.float32)
     value = value * tl.rsqrt(tl.sum(value * value, 0) / DIM + eps)
-    value = value * scale
+    value = value * tl.load(weight + d, mask=d < DIM, other=0.0)
     value = value.to(values.dtype.element_ty)
     tl.store(values + row * DIM + d, value, mask=d < DIM)
     if QUANT:
@@ -72,9 +70,9 @@ def norm_latent(
 @triton.jit
 def write_row(
     kv,
-    scale,
-    cos,
-    sin,
+    weight,
+    cos_ptr,
+    sin_ptr,
     pages,
     slot,
     row,
@@ -86,11 +84,12 @@ def write_row(
     ROPE: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
 ):
-    """Norm times `scale` [DIM], rotation and fp8 of a row's KV."""
+    """Norm, rotation and fp8 of a row's KV."""
     d = tl.arange(0, DIM)
     x = tl.load(kv + row * stride + d).to(tl.float32)
-    x = x * tl.rsqrt(tl.sum(x * x, 0) / DIM + eps) * scale
+    x = x * tl.rsqrt(tl.sum(x * x, 0) / DIM + eps) * tl.load(weight + d)
     x = x.to(kv.dtype.element_ty).to(tl.float32)
+    cos, sin = load_rotation(cos_ptr, sin_ptr, row, DIM, ROPE)
     x = rotate_pairs(tl.reshape(x, [1, DIM]), cos, sin)
     x = tl.reshape(x.to(kv.dtype.element_ty).to(tl.float32), [DIM])
     store_fp8_row(x, pages, slot, PAGE_BYTES, ENTRIES, DIM, ROPE, SCALE_BYTES)
@@ -159,34 +158,23 @@ def prepare(
     SECOND_FP8: tl.constexpr,
     SECOND_COLUMN: tl.constexpr,
     OVERLAP: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """Row and part: the first compressor (its programs take longest), the second, the KV row, the
-    latent. EARLY: all but the projections is older than what the kernel ahead writes."""
-    if not EARLY:
-        begin(OVERLAP)
+    latent."""
+    begin(OVERLAP)
     row = tl.program_id(1).to(tl.int64)
     part = tl.program_id(0)
     p = tl.load(positions + row)
     if part == SITES + 1:
-        d = tl.arange(0, RANK_PAD)
-        scale = tl.load(q_weight + d, mask=d < RANK, other=0.0)
-        if EARLY:
-            begin(OVERLAP)
-        norm_latent(qr_kv, scale, values, codes, scales, row, stride, eps, RANK, RANK_PAD, QUANT)
-        return
-    if part == SITES:
+        norm_latent(qr_kv, q_weight, values, codes, scales, row, stride, eps, RANK, RANK_PAD, QUANT)
+    elif part == SITES:
         slot = tl.load(places + row)
-        scale = tl.load(kv_weight + tl.arange(0, DIM))
-        cos, sin = load_rotation(cos_ptr, sin_ptr, row, DIM, ROPE)
-        if EARLY:
-            begin(OVERLAP)
         if slot >= 0:
             write_row(
                 qr_kv + RANK,
-                scale,
-                cos,
-                sin,
+                kv_weight,
+                cos_ptr,
+                sin_ptr,
                 window,
                 slot,
                 row,
@@ -198,10 +186,7 @@ def prepare(
                 ROPE,
                 WINDOW_SCALES,
             )
-        return
-    if EARLY:
-        begin(OVERLAP)
-    if p >= 0:
+    elif p >= 0:
         closes = (p + 1) % RATIO == 0
         seq_slot = tl.load(seq_slots + row)
         start = tl.load(starts + row)
@@ -411,7 +396,6 @@ def attention_inputs(
         ROPE=2 * cos.shape[1],
         WINDOW_SCALES=form.planes().bytes_per_entry[1],
         KEEP=rows.short,
-        EARLY=EARLY,
         num_warps=NUM_WARPS,
         **overlap(qr_kv),
         **_site_facts(compressors, window, kv_norm_weight, cos, sin),

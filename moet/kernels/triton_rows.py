@@ -24,7 +24,6 @@ from moet.kernels.triton_indexer import hadamard_matrix, index_query, prepare_he
 
 HEADS_EACH = 8
 INDEX_HEADS_EACH = 16
-EARLY = False  # whether what is older than the kernel ahead is read before that one ends
 
 
 @triton.jit
@@ -55,17 +54,11 @@ def norm_rope(
     INDEX_EACH: tl.constexpr,
     INDEX_DIM: tl.constexpr,
     OVERLAP: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    """Row and part: EACH heads, or behind them INDEX_EACH heads of the index query. EARLY: angles
-    are older than what the kernel ahead writes."""
-    if not EARLY:
-        begin(OVERLAP)
+    """Row and part: EACH heads, or behind them INDEX_EACH heads of the index query."""
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    first, second = load_turns(cos_ptr, sin_ptr, row, DIM, ROPE)
-    if EARLY:
-        begin(OVERLAP)
     PARTS: tl.constexpr = (HEADS + EACH - 1) // EACH
     if part < PARTS:
         head = part * EACH + tl.arange(0, EACH)
@@ -77,6 +70,7 @@ def norm_rope(
         factor = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
         x = (x * factor).to(out.dtype.element_ty).to(tl.float32)
         other = (other * factor).to(out.dtype.element_ty).to(tl.float32)
+        first, second = load_turns(cos_ptr, sin_ptr, row, DIM, ROPE)
         x = x * first + other * second
         tl.store(out + row * HEADS * DIM + at, x.to(out.dtype.element_ty), mask=inside)
     elif INDEX_HEADS > 0:
@@ -212,7 +206,6 @@ def query_heads(
             INDEX_HEADS=together,
             INDEX_EACH=INDEX_HEADS_EACH,
             INDEX_DIM=index_dim,
-            EARLY=EARLY,
             num_warps=4,
             **overlap(q),
         )
