@@ -284,46 +284,6 @@ def launches(bench: Bench) -> Results:
     return found
 
 
-def bring(bench: Bench) -> Results:
-    """Ways to bring what is missing, side by side on the same tokens; the best one that changed
-    nothing is used from here on."""
-    rig, found = bench.rig, {}
-    forms = {
-        f"{ctas} CTAs{', early' if early else ''}": {"num_ctas": ctas, "early": early}
-        for early in (False, True)
-        for ctas in (16, 8)
-    }
-    sums, sound = dict.fromkeys(forms, 0.0), dict.fromkeys(forms, True)
-    for num_rows, rate, skew in ((1, 0.987, 2.531), (1, 0.96, 1.781), (3, 0.987, 2.531)):
-        rig.set_skew(bench.skews.get((num_rows, rate), skew))
-        slots = bench.slots(LARGE_POOL)
-        pools = {name: rig.pool(bench.host, slots, **form) for name, form in forms.items()}
-        steps = {name: CapturedStep(rig, pool, num_rows) for name, pool in pools.items()}
-        steps["resident"] = bench.resident[num_rows]
-        totals = dict.fromkeys(steps, 0.0)
-        for n in range(WARM_STEPS + 2 * STEPS):
-            tokens = rig.tokens(num_rows)
-            for name, step in steps.items():
-                taken = step(tokens)
-                totals[name] += taken if n >= WARM_STEPS else 0.0
-        case: Results = {f"{k} ms": round(v / (2 * STEPS), 4) for k, v in totals.items()}
-        books = {name: pool.tables for name, pool in pools.items()}
-        first = next(iter(books.values()))
-        for name, tables in books.items():
-            sums[name] += totals[name]
-            sound[name] &= torch.equal(tables.row_of, first.row_of)
-            sound[name] &= torch.equal(tables.uses, first.uses)
-            sound[name] &= compare(rig, steps[name], steps["resident"], 2).same
-        case["same bits and books"] = all(sound.values())
-        case["error word"] = int(rig.device.error)
-        found[f"{num_rows} rows, {100 * rate:.1f} % aimed at"] = case
-        print(num_rows, rate, case, flush=True)
-    best = min((name for name in forms if sound[name]), key=lambda name: sums[name])
-    rig.bring, found["best"] = forms[best], best
-    print(best, sound, flush=True)
-    return found
-
-
 def timeline(call: Callable[[], object], count: int = 48) -> list[str]:
     """Kernels in the middle of a call: when each began, how long it took, what it was."""
     from torch.profiler import ProfilerActivity, profile
@@ -403,7 +363,6 @@ def open_fp4(bench: Bench) -> tuple[Rig, HostSide]:
         rig = Rig(bench.device, bench.fp4_layers, "fp4")
         arena, found = rig.to_host()
         print(f"FP4 rows of {bench.fp4_layers} layers", found, flush=True)
-        rig.bring = bench.rig.bring
         bench.fp4 = rig, HostSide(arena=arena)
     return bench.fp4
 
@@ -511,16 +470,18 @@ def over_disk(bench: Bench) -> Results:
     print(found, flush=True)
     small = first_layers(bench.rig, bench.disk_layers)
     for rate, skew in ((98.7, 2.531), (96.0, 1.781)):
-        name = f"arena of 27 % of the rows over a disk, warm, {rate:.1f} % aimed at"
         skew = bench.skews.get((1, rate / 100), skew)
-        found[name] = over_a_file(small, bench.host, path, skew, LARGE_POOL)
+        case = over_a_file(small, bench.host, path, skew, LARGE_POOL)
+        name = (
+            f"arena of {case['share %']:.0f} % of the rows over a disk, warm, {rate:.1f} % aimed at"
+        )
+        found[name] = case
         print(name, found[name], flush=True)
     return found
 
 
 PARTS: dict[str, Callable[[Bench], Results]] = {
     "open": open_bench,
-    "bring": bring,
     "decode": decode,
     "launches": launches,
     "start": from_file,

@@ -119,7 +119,6 @@ def first_layers(rig: Rig, num_layers: int) -> Rig:
     small.resident = DeviceExperts(
         rig.form, rig.resident.rows[:num_rows], rig.bases[:num_rows], small.layers
     )
-    small.bring = rig.bring
     return small
 
 

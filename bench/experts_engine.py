@@ -99,7 +99,7 @@ def content(found: dict[str, Any], commit: str) -> dict[str, Any]:
     ]
     command = " ".join(["python -m bench.experts_engine", *sys.argv[1:]])
     more = {
-        "model": "deepseek-v4-flash, w2, dummy weights of seed 0, all experts in pinned host memory",
+        "model": "deepseek-v4-flash, w2, dummy weights of seed 0, experts in pinned host memory",
         "errors": errors,
     }
     made = report(command, rows, hardware=found["hardware"], more=more)

@@ -47,7 +47,6 @@ class Rig:
         self._biases = [(r.bias, r.bias.clone()) for r in routers if r.bias is not None]
         self._tables = [r.table for r in routers if r.table is not None]
         self.skew = 1.0
-        self.bring: dict[str, Any] = {}  # options of CachedExperts
         self.kv = state(self.model, -(-2 * CONTEXT // PAGE), 2)
         with torch.inference_mode():
             self.model.forward(chunk_of(self.tokens(CONTEXT), 0), self.kv, self.resident)
@@ -103,10 +102,8 @@ class Rig:
         host: HostSide,
         num_slots: int,
         layers: Sequence[int] = (),
-        **bring: Any,
     ) -> CachedExperts:
-        """A cold pool; layers: the first ones of the rig's, by default all. bring: how it brings
-        rows; by default as `self.bring` says."""
+        """A cold pool; layers: the first ones of the rig's, by default all."""
         layers = layers or self.layers
         num_rows = len(layers) * (len(self.bases) // len(self.layers))
         return CachedExperts(
@@ -117,7 +114,6 @@ class Rig:
             layers,
             num_slots,
             error=self.device.error,
-            **(bring or self.bring),
         )
 
 

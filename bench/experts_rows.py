@@ -54,15 +54,6 @@ def _rows(name: str, case: Case) -> Iterator[Row]:
             yield Row(
                 case=f"{name.removesuffix(', ms')}, {how}", value=taken, unit="ms", better="lower"
             )
-    elif "same bits and books" in case:
-        for form in (key.removesuffix(" ms") for key in case if key.endswith(" ms")):
-            yield Row(
-                case=f"missing experts brought, {name}, {form}",
-                value=case[f"{form} ms"],
-                unit="ms/step",
-                better="lower",
-                note=_told(case, "same bits and books"),
-            )
     elif "GB/s" in case and case["us"]:
         yield Row(
             case=name, value=case["us"], unit="us", better="lower", note=f"{case['GB/s']} GB/s"

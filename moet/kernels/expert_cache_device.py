@@ -59,7 +59,6 @@ class BringArgs(ctypes.Structure):
         ("resolve", ResolveArgs),
         ("fetch", FetchArgs),
         ("ready", ctypes.c_void_p),
-        ("early", ctypes.c_int32),
     ]
 
 
@@ -226,14 +225,12 @@ def bring_on_device(
     lists: Sequence[tuple[Tensor, Tensor]],
     num_ctas: int = FETCH_CTAS,
     timeout_s: float = 2.0,
-    early: bool = False,
 ) -> None:
     """resolve_on_device and then fetch_on_device in one launch, whose CTAs wait for each other, and
     leave at once where the first list says that all are there.
 
     lists: the first one must have every expert of expert_ids once, with its slot or -1, and room
-    for as many as these are. early: let the CTAs of the next kernel come before this one begins; it
-    must read nothing of the two kernels before it until this one is over.
+    for as many as these are.
     """
     launcher.launch(
         "bring_experts",
@@ -246,7 +243,6 @@ def bring_on_device(
             ),
             _fetch_args(pool, tables, host, wanted, first_row // num_experts, error, timeout_s),
             wanted.ready.data_ptr(),
-            early,
         ),
     )
 
@@ -256,7 +252,7 @@ class DeviceCache:
     """A pool of slots on a GPU that fetches rows itself, with what its two kernels need.
 
     side: a stream on which rows are copied while the current one goes on; None: they come in turn.
-    timeout_s: after which a fetch gives up on rows from disk. early: as in bring_on_device.
+    timeout_s: after which a fetch gives up on rows from disk.
     """
 
     launcher: Launcher
@@ -268,7 +264,6 @@ class DeviceCache:
     side: torch.cuda.Stream | None = None
     num_ctas: int = FETCH_CTAS
     timeout_s: float = 2.0
-    early: bool = False
 
     def prepare(
         self,
@@ -296,7 +291,6 @@ class DeviceCache:
                 lists=lists,
                 num_ctas=self.num_ctas,
                 timeout_s=self.timeout_s,
-                early=self.early,
             )
             return
         resolve_on_device(

@@ -311,7 +311,6 @@ struct BringArgs {
   FetchArgs fetch;
   uint32_t* ready;  // whether the list is made, CTAs that saw the old one and that are through; zeros
                     // between launches
-  int early;        // the next kernel's CTAs may come while the previous one still runs
 };
 
 // Tells the other CTAs that the list is made, copies rows with them, and leaves zeros behind.
@@ -353,9 +352,8 @@ DEVICE bool all_there(const ResolveArgs& p, bool touches) {
 // to be on the chip together. Where nothing is missing, which the list of the chosen experts tells,
 // every CTA leaves at once; otherwise that list may not change before all of them have seen it.
 KERNEL(RESOLVE_THREADS, 1) bring_experts(GRID_CONSTANT BringArgs p) {
-  if (p.early) let_next_kernel_start();
   wait_for_previous_kernel();
-  if (!p.early) let_next_kernel_start();
+  let_next_kernel_start();
   if (all_there(p.resolve, blockIdx.x == 0 && threadIdx.x < 32)) return;
   sync_threads();
   if (blockIdx.x) {

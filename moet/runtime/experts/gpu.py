@@ -91,10 +91,8 @@ class CachedExperts:
         overlap: bool = True,
         num_ctas: int = FETCH_CTAS,
         timeout_s: float = FETCH_TIMEOUT_S,
-        early: bool = False,
     ) -> None:
-        """overlap: copy rows on a stream of their own while the shared expert runs. early: as
-        DeviceCache has it."""
+        """overlap: copy rows on a stream of their own while the shared expert runs."""
         device, num_rows = bases.device, len(bases)
         self.form, self.host, self.layers = form, host, tuple(layers)
         self.num_experts, self.bases = num_rows // len(layers), bases
@@ -113,7 +111,6 @@ class CachedExperts:
             else None,
             num_ctas=num_ctas,
             timeout_s=timeout_s,
-            early=early,
         )
         self._tables = self._made_tables()
 
