@@ -1,7 +1,7 @@
 """PrefillPace: the share holds for any cost of a chunk, and prefills go on."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moet.runtime.pace import LONGEST_S, MIN_ROWS, WORTH, PrefillPace
@@ -21,6 +21,7 @@ def _simulate(
     return total_s, done
 
 
+@settings(deadline=None)
 @given(
     share=st.floats(0.05, 0.95),
     fixed=st.floats(0, 4),
@@ -56,7 +57,7 @@ def test_a_chunk_is_not_cut_where_that_saves_little(page_size: int) -> None:
     pace = PrefillPace(0.4)
     fixed_s, row_s = 0.1, 2e-5
     done = []
-    for _ in range(2000):
+    for _ in range(1000):
         rows = pace.rows(1, 8192) // page_size * page_size
         pace.observe(1, rows, 0.005 + (fixed_s + rows * row_s if rows else 0.0))
         done += [rows] * (rows > 0)
