@@ -91,11 +91,17 @@ def e2m1_values(code):
 
 @triton.jit
 def rotate_pairs(x, cos, sin):
-    """Rotate pairs (2i, 2i + 1) of the last dimension. x: fp32 [R, 2N]; cos, sin: [1, N]."""
+    """Rotate pairs (2i, 2i + 1) of the last dimension. x: fp32 [R, 2N]; cos, sin: [1, N].
+
+    Products with sin are rounded, those with cos are not: which, the compiler may not choose, for
+    it would not choose the same in all kernels that share a row's bits.
+    """
     R: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1] // 2
     a, b = tl.split(tl.reshape(x, [R, N, 2]))
-    return tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), [R, 2 * N])
+    cos = tl.broadcast_to(cos, [R, N])
+    first, second = tl.fma(a, cos, b * -sin), tl.fma(b, cos, a * sin)
+    return tl.reshape(tl.join(first, second), [R, 2 * N])
 
 
 @triton.jit

@@ -71,7 +71,8 @@ def norm_rope(
         x = (x * factor).to(out.dtype.element_ty).to(tl.float32)
         other = (other * factor).to(out.dtype.element_ty).to(tl.float32)
         first, second = load_turns(cos_ptr, sin_ptr, row, DIM, ROPE)
-        x = x * first + other * second
+        # As in rotate_pairs: which product is rounded is not the compiler's choice.
+        x = tl.fma(x, tl.broadcast_to(first, [EACH, DIM]), other * second)
         tl.store(out + row * HEADS * DIM + at, x.to(out.dtype.element_ty), mask=inside)
     elif INDEX_HEADS > 0:
         prepare_heads(
