@@ -139,7 +139,7 @@ def pairs(kernels: Kernels, error: Tensor) -> None:
     begun = paired_experts.begin(
         kernels, x, codes, scale, router, slot_of, expert, limit=10.0, error=error, workspace=space
     )
-    found = paired_experts.mix_in_pairs(
+    found = paired_experts.mix_on_read(
         kernels, codes, scale, begun, pool, expert, limit=10.0, error=error, dtype=torch.float32
     )
     own = expert(kernels, codes, scale, limit=10.0, error=error, workspace=space)
@@ -147,7 +147,7 @@ def pairs(kernels: Kernels, error: Tensor) -> None:
     expected = pool.mixture(
         kernels, x, chosen.expert_ids, chosen.weights, slot_of, limit=10.0, error=error, shared=own
     )
-    same(kernels, error, found, expected)
+    same(kernels, error, found.add(), expected)
 
 
 CASES: dict[str, Callable[[Kernels, Tensor], None]] = {

@@ -103,10 +103,10 @@ def pairs_are_right(bench: Bench, format: ExpertRows, t: int) -> None:
         begun = paired_experts.begin(
             kernels, part, *coded, router, slot_of, shared, workspace=space, **options
         )
-        found = paired_experts.mix_in_pairs(
+        found = paired_experts.mix_on_read(
             kernels, *coded, begun, pool, shared, dtype=torch.float32, **options
         )
-        return found, begun.choice
+        return found.add(), begun.choice
 
     first, how = run(slice(0, t))
     assert first.isfinite().all(), "not finite"
@@ -222,7 +222,7 @@ def paired_layer(bench: Bench, format: ExpertRows, top_k: int, tokens: tuple[int
             begun: paired_experts.Begun,
             coded: list[tuple[Tensor, Tensor]] = coded,
         ) -> Tensor:
-            return paired_experts.mix_in_pairs(
+            return paired_experts.mix_on_read(
                 kernels,
                 *coded[n],
                 begun,
@@ -230,7 +230,7 @@ def paired_layer(bench: Bench, format: ExpertRows, top_k: int, tokens: tuple[int
                 shared[n],
                 limit=10.0,
                 error=error,
-            )
+            ).add()
 
         def layer(n: int) -> Tensor:
             return rest(n, begin(n))

@@ -117,37 +117,6 @@ def begin(
     return Begun(choice, hidden)
 
 
-def mix_in_pairs(
-    launcher: Launcher,
-    codes: Tensor,
-    scale: Tensor,
-    begun: Begun,
-    pool: ExpertPool,
-    shared: SharedExpert,
-    *,
-    limit: float | None,
-    error: Tensor,
-    weigh_output: bool = False,
-    dtype: torch.dtype = torch.bfloat16,
-    shared_ctas: int | None = None,
-) -> Tensor:
-    """`mix_on_read`, summed. Returns [T, D] in dtype."""
-    mixture = mix_on_read(
-        launcher,
-        codes,
-        scale,
-        begun,
-        pool,
-        shared,
-        limit=limit,
-        error=error,
-        weigh_output=weigh_output,
-        dtype=dtype,
-        shared_ctas=shared_ctas,
-    )
-    return mixture.add()
-
-
 def mix_on_read(
     launcher: Launcher,
     codes: Tensor,

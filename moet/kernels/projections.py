@@ -31,9 +31,6 @@ from moet.kernels.stream_gemm import (
 
 MAX_ROWS = 16  # of a launch
 CTAS_PER_SM = 2
-AHEAD = (
-    False  # whether up to eight rows' weights that no ring holds are asked for before x is there
-)
 
 
 class TwoProducts(ctypes.Structure):

@@ -9,7 +9,7 @@ from torch import Tensor
 from moet.kernels.decode_experts import Router, choose, given
 from moet.kernels.layout import ExpertRows, Mxfp4Rows, W2Rows
 from moet.kernels.nvfp4_rows import Nvfp4Rows
-from moet.kernels.paired_experts import Begun, begin, fits, mix_in_pairs
+from moet.kernels.paired_experts import Begun, begin, fits, mix_on_read
 from moet.kernels.stream_experts import ExpertPool, SharedExpert, plan, quantise
 from moet.kernels.stream_gemm import StreamLinear, Workspace
 from tests.kernels.emulation import Emulator
@@ -50,7 +50,7 @@ class Step:
         weigh_output: bool = False,
         shared_ctas: int | None = None,
     ) -> Tensor:
-        return mix_in_pairs(
+        return mix_on_read(
             self.launcher,
             self.codes,
             self.scale,
@@ -62,7 +62,7 @@ class Step:
             weigh_output=weigh_output,
             dtype=torch.float32,
             shared_ctas=shared_ctas,
-        )
+        ).add()
 
     def own(self) -> Tensor:
         options = {"limit": 10.0, "error": self.error, "workspace": self.space}
