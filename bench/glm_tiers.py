@@ -16,18 +16,16 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from bench.gpu import open_gpu
-from moet.bench.results import Row, report, write
+from bench.step_h200 import GIB, Bench
 from moet.config import ModelSettings
 from moet.kernels.device_gemm import Device
 from moet.kernels.layout import ExpertRows
@@ -48,7 +46,6 @@ from moet.runtime.plan_types import Plan, PlanSettings
 from moet.runtime.queues import CudaGraphs, CudaQueue, uncaptured
 
 RESULTS = Path(__file__).parent / "results" / "glm_tiers.json"
-GIB = 1 << 30
 SEED = 1
 CONTEXT = 1024
 WARM_STEPS, COMPARED = 60, 4
@@ -327,39 +324,6 @@ def same_bits(card: OneCard, resident: Step, tiered: Step, context: int) -> tupl
     return same, twice
 
 
-class Bench:
-    """What was found; the file is written with every figure."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.rows = args, list[Row]()
-        self.faults: dict[str, str] = {}
-        self.more: dict[str, object] = {}
-
-    def add(
-        self,
-        case: str,
-        value: float,
-        unit: str,
-        *,
-        better: Literal["lower", "higher"] = "lower",
-        floor: float | None = None,
-        target: float | None = None,
-        note: str = "",
-    ) -> None:
-        row = Row(case=case, value=round(value, 4), unit=unit, better=better, floor=floor,
-                  target=target, note=note)  # fmt: skip
-        self.rows.append(row)
-        print(f"{case:<70} {value:>10.3f} {unit:<8} target {target} {note}", flush=True)
-        self.write()
-
-    def write(self) -> None:
-        hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-        command = " ".join(["python -m bench.glm_tiers", *sys.argv[1:]])
-        content = report(command, self.rows, hardware=hardware, more=self.more)
-        content["commit"] = self.args.commit or content["commit"]
-        write(self.args.out, {**content, "faults": self.faults})
-
-
 def time_steps(
     bench: Bench, card: OneCard, link: float, steps: tuple[Step, Step], num_steps: int, context: int
 ) -> None:
@@ -391,6 +355,7 @@ def time_steps(
         f"missed a step, {floor_ms:.3f} ms of the link; same bits as resident: {same}; error word "
         f"{int(card.device.error)}",
     )
+    bench.write()
 
 
 def run(bench: Bench, card: OneCard, skews: Sequence[float], num_steps: int, context: int) -> None:
@@ -432,7 +397,9 @@ def main() -> None:
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    device, bench, began_s = open_gpu(), Bench(args), perf_counter()
+    command = " ".join(["python -m bench.glm_tiers", *sys.argv[1:]])
+    bench = Bench(args.out, command, args.commit, {})
+    device, began_s = open_gpu(), perf_counter()
     config = GlmMoeDsaConfig.from_dict(preset_config(MODEL_NAME, "full", args.layers))
     raw = config.to_dict("fp8")
     available = this_gpu(device.torch_device).host_bytes - SPARE_BYTES
@@ -444,7 +411,7 @@ def main() -> None:
         "seed": SEED,
         "host GiB available": round(available / GIB, 1),
     }
-    try:
+    with bench.part("all"):
         card = OneCard(
             raw,
             device,
@@ -459,10 +426,8 @@ def main() -> None:
         bench.add("making the model", perf_counter() - began_s, "s", note=note)
         skews = [float(skew) for skew in args.skews.split(",")]
         run(bench, card, skews, args.steps, CONTEXT)
-    except Exception as error:
-        bench.faults["all"] = f"{type(error).__name__}: {error}"
-        print(traceback.format_exc(), flush=True)
     bench.add("all of this", perf_counter() - began_s, "s")
+    bench.write()
     if bench.faults:
         sys.exit(1)
 
