@@ -26,6 +26,7 @@ GIB = 1 << 30
 SEED = 1
 CONTEXT = 1024
 TOP_K = 6
+MOST_ROWS = 8  # of a step
 
 
 class Rig:
@@ -34,7 +35,10 @@ class Rig:
     def __init__(self, device: Device, num_layers: int, precision: Precision = "w2") -> None:
         raw = preset_config("deepseek-v4-flash", "full", num_layers)
         settings = ModelSettings(arch=device.arch, precision=precision)
-        made = dummy_model(raw, settings, device, options=DummyOptions(seed=SEED, skew=1.0))
+        options = DummyOptions(seed=SEED, skew=1.0)
+        made = dummy_model(
+            raw, settings, device, num_spec_tokens=MOST_ROWS - 1, options=options
+        )  # whose draft block is not used, but whose rings have room for as many rows
         assert isinstance(made.model, DeepseekV4)
         assert isinstance(made.experts, DeviceExperts)
         self.device, self.model, self.resident = device, made.model, made.experts
@@ -135,6 +139,7 @@ class CapturedStep:
     """A decode step of one sequence, captured once and replayed with other tokens."""
 
     def __init__(self, rig: Rig, experts: ResidentProvider, num_rows: int) -> None:
+        rig.model.kv_cache_spec().require_room(num_rows)
         self.ids = torch.zeros(num_rows, dtype=torch.int64, device="cuda")
         rows = decode_rows(1, num_rows, CONTEXT + num_rows)
         stream = torch.cuda.Stream()

@@ -40,6 +40,7 @@ from moet.runtime.dummy import dummy_model, preset_config
 
 ROW_COUNTS = (1, 3, 8, 32, 96, 300)
 PAGE = 256
+NUM_DRAFTS = 2  # rows of a sequence beside its first, in steps
 
 Results = dict[str, Any]
 
@@ -174,7 +175,8 @@ def full_model(device: Device, num_layers: int | None) -> Results:
     begin = perf_counter()
     raw = preset_config("deepseek-v4-flash", "full", num_layers)
     settings = ModelSettings(arch=device.arch)
-    made = dummy_model(raw, settings, device, options=DummyOptions(seed=1))
+    options = DummyOptions(seed=1)
+    made = dummy_model(raw, settings, device, num_spec_tokens=NUM_DRAFTS, options=options)
     torch.cuda.synchronize()
     model, experts = made.model, made.experts
     assert isinstance(model, DeepseekV4)

@@ -133,7 +133,9 @@ def main() -> None:
     args = parser.parse_args()
     device = open_gpu()
     raw = preset_config(MODEL_NAME, "full", args.layers)
-    made = dummy_model(raw, ModelSettings(arch=device.arch), device, options=DummyOptions(skew=0.5))
+    settings, options = ModelSettings(arch=device.arch), DummyOptions(skew=0.5)
+    most = max(rows for _, rows in SHAPES) - 1
+    made = dummy_model(raw, settings, device, num_spec_tokens=most, options=options)
     model, results = made.model, dict[str, Any]()
     assert isinstance(model, DeepseekV4)
     plain(model)

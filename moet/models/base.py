@@ -9,6 +9,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from moet.errors import ConfigError
 from moet.kernels.moe import ExpertTable
 
 
@@ -74,10 +75,22 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """All state of a model. `page_size` is in tokens and a multiple of every compression ratio."""
+    """All state of a model. `page_size` is in tokens and a multiple of every compression ratio.
+
+    max_short: rows of a sequence in one decode step that every ring has room for; None: any number.
+    """
 
     page_size: int
     groups: tuple[KVGroup, ...]
+    max_short: int | None = None
+
+    def require_room(self, num_rows: int) -> None:
+        """Raise ConfigError if a step of so many rows of a sequence writes over what it reads."""
+        if self.max_short is not None and num_rows > self.max_short:
+            raise ConfigError(
+                f"steps are to have {num_rows} rows of a sequence, but the model's rings have room "
+                f"for {self.max_short}; load it for {num_rows - 1} draft tokens (--spec-tokens)"
+            )
 
     @property
     def bytes_per_page(self) -> int:

@@ -104,6 +104,7 @@ class CacheLayout:
                 )
                 for name, group in self._groups.items()
             ),
+            max_short=self.max_short,
         )
 
 

@@ -28,7 +28,7 @@ class ChunkRunner:
     """Runs chunks of several sequences in one pass. Holds no state of its own.
 
     max_short: rows of a sequence that its rings hold beside what these rows need. drafts: of the
-    captured steps, if there is a draft block.
+    captured steps, if there is a draft block. Raises ConfigError if rings have no such room.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class ChunkRunner:
         arch: str = "reference",
         drafts: DraftGraphs | None = None,
     ) -> None:
+        model.kv_cache_spec().require_room(max_short)
         self.model, self.experts, self.kv, self.state = model, experts, kv, state
         self.queue, self.fault, self.arch = queue, fault, arch
         self._placed = Placed(queue, page_table, page_size, max_short)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from moet.kernels.rows import Rows
-from moet.models.base import ExpertProvider, KVTensors, ModelOutput
+from moet.models.base import ExpertProvider, KVCacheSpec, KVTensors, ModelOutput
 from moet.runtime.device_sampler import Kind
 from moet.runtime.draft_graphs import KINDS, DraftGraphs, kind_of_proposals, num_wanted
 from moet.runtime.grammar import num_words
@@ -43,6 +43,8 @@ class StepModel(Protocol):
     """A model whose step can be captured."""
 
     vocab_size: int
+
+    def kv_cache_spec(self) -> KVCacheSpec: ...
 
     def compute(
         self,
@@ -66,6 +68,8 @@ class GraphRunner:
     buckets: numbers of sequences, ascending; rows_per_seq likewise. fault: [1] int32 that kernels
     set, or None. page_table: [num_slots, max_pages] int64 on the device, by sequence slot.
     draft_model: the same model, if it was built for num_drafts drafts.
+
+    Raises ConfigError if the model's rings have no room for so many rows.
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class GraphRunner:
         draft_model: StepDraftModel | None = None,
         num_drafts: int = 0,
     ) -> None:
+        model.kv_cache_spec().require_room(max(rows_per_seq))
         self.model, self.experts, self.kv, self.state = model, experts, kv, state
         self.page_table, self.page_size, self.fault = page_table, page_size, fault
         self.queue, self.arch = queue, arch

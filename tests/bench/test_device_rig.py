@@ -151,3 +151,16 @@ def test_a_step_that_failed_gives_no_time() -> None:
         check(2, [False])
     with pytest.raises(RuntimeError, match="1 of 2 rows"):
         check(0, [True, False])
+
+
+def test_steps_that_write_over_what_they_read_are_refused(loaded: Rig) -> None:
+    with pytest.raises(ConfigError, match=r"4 rows of a sequence, but .* room for 3; load"):
+        DeviceRig(
+            loaded.model,
+            loaded.experts,
+            Placement(CpuQueue(), uncaptured),
+            num_seqs=1,
+            num_rows=4,
+            longest=300,
+            others=300,
+        )
