@@ -81,8 +81,9 @@ class Device:
     error: [1] int32, bits that a kernel sets when it met what must not be (`stream_gemm.cuh`,
     ErrorBit); whoever runs a step reads it. counters: int32, zero between launches. paired_rows: up
     to how many rows the routed experts of a layer run beside the shared one (`paired_experts.py`).
-    chunk_attention: whether chunks attend by a kernel of their own (`device_attention.py`). beside:
-    for the shared expert of more rows than that; None: it runs before the routed ones.
+    chunk_attention: whether chunks attend by a kernel of their own (`device_attention.py`).
+    latent_chunks: the same of latent attention (`device_latents.py`). beside: for the shared expert
+    of more rows than that; None: it runs before the routed ones.
     """
 
     arch: str
@@ -92,6 +93,7 @@ class Device:
     counters: Tensor
     paired_rows: int = 0
     chunk_attention: bool = True
+    latent_chunks: bool = False
     beside: Beside | None = None
     _group_work: dict[tuple[int, int, int], Work] = field(default_factory=dict)
     _long_group_work: dict[tuple[int, int, int], Work] = field(default_factory=dict)

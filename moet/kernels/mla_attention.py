@@ -14,12 +14,18 @@ from torch import Tensor
 from moet.kernels.attention import sparse_attention
 from moet.kernels.cache import Cache, EntryFormat
 from moet.kernels.gemm import grouped_linear
-from moet.kernels.mla_cache import Fp8IndexKeys, latent_rows_fit
+from moet.kernels.mla_cache import (
+    Fp8IndexKeys,
+    Fp8LatentRows,
+    Nvfp4LatentRows,
+    latent_rows_fit,
+)
 from moet.kernels.norm import layer_norm, rms_norm
 from moet.kernels.quant import Activations
 from moet.kernels.registry import GPU_ARCHS, op
 from moet.kernels.rope import rope
 from moet.kernels.rows import Rows
+from moet.kernels.stream_gemm import Launcher
 
 INDEX_NORM_EPS = 1e-6  # of the index keys' LayerNorm, whatever the other norms have
 
@@ -132,13 +138,20 @@ def head_products(x: Tensor, weight: HeadMatrices, *, quantised: bool) -> Activa
 
 @op(tolerance=2**-7)
 def latent_attention(
-    query: Tensor, latents: Cache, selected: Tensor, rows: Rows, *, scale: float, latent_dim: int
+    query: Tensor,
+    latents: Cache,
+    selected: Tensor,
+    rows: Rows,
+    *,
+    scale: float,
+    latent_dim: int,
+    launcher: Launcher | None = None,
 ) -> Tensor:
     """Each row's heads over the latents of its chosen positions.
 
     query: [T, H, latent_dim + rope] fp32 or bf16. latents: one entry per token, the step's own
-    stored. selected: [T, k] int32, ascending positions filled up with -1. Returns
-    [T, H, latent_dim] in the dtype of query.
+    stored. selected: [T, k] int32, ascending positions filled up with -1. launcher: of the kernel
+    that chunks have, where it is bound. Returns [T, H, latent_dim] in the dtype of query.
     """
     out = torch.zeros(*query.shape[:2], latent_dim, dtype=query.dtype, device=query.device)
     no_sink = torch.full((query.shape[1],), -torch.inf, device=query.device)
@@ -177,11 +190,25 @@ def _on_gpu(*, arch: str) -> bool:
     return arch in GPU_ARCHS
 
 
-def _rows_fit(*, arch: str, form: EntryFormat) -> bool:
-    return arch in GPU_ARCHS and latent_rows_fit(form)
+def _rows_fit(*, arch: str, form: EntryFormat, placed: bool = False) -> bool:
+    return arch in GPU_ARCHS and latent_rows_fit(form) and not placed
+
+
+def latent_chunks_fit(*, arch: str, form: EntryFormat, num_heads: int, top_k: int) -> bool:
+    """Whether chunks have a kernel of their own: released rows and a rank's heads, on sm_90a."""
+    if arch != "sm90a" or not isinstance(form, Fp8LatentRows | Nvfp4LatentRows):
+        return False
+    released = (form.latent_dim, form.rope_dim) == (512, 64)
+    return released and num_heads in (16, 32, 64) and top_k % 64 == 0 and top_k <= 2048
+
+
+def _placed_fits(*, arch: str, form: EntryFormat, placed: bool = False) -> bool:
+    """placed: a launcher comes with each call, after latent_chunks_fit."""
+    return placed and arch == "sm90a" and latent_rows_fit(form)
 
 
 latent_inputs.impl_in("moet.kernels.triton_mla", "triton", supports=_inputs_fit)
 latent_queries.impl_in("moet.kernels.triton_mla", "triton", supports=_queries_fit)
 head_products.impl_in("moet.kernels.triton_mla", "triton", supports=_on_gpu)
+latent_attention.impl_in("moet.kernels.device_latents", "cuda_chunks", supports=_placed_fits)
 latent_attention.impl_in("moet.kernels.triton_mla_attention", "triton", supports=_rows_fit)

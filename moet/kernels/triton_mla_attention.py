@@ -16,6 +16,7 @@ from moet.kernels.cache import Cache
 from moet.kernels.cubin import device_arch
 from moet.kernels.mla_cache import Fp8LatentRows, Nvfp4LatentRows
 from moet.kernels.rows import Rows
+from moet.kernels.stream_gemm import Launcher
 from moet.kernels.triton_attention import (
     LOG2E,
     MAX_PARTS,
@@ -24,7 +25,7 @@ from moet.kernels.triton_attention import (
     scaled_sum,
     shares,
 )
-from moet.kernels.triton_common import begin, e2m1_values, overlap
+from moet.kernels.triton_common import begin, e2m1_values, kernel, overlap
 
 # Of one program: the rows of its matrix instructions. NVFP4 rows take more memory as they unfold.
 HEADS_EACH = {"sm90a": 64, "sm120a": 16}
@@ -106,7 +107,7 @@ def visible_of(positions, row, TOP_K: tl.constexpr):
     return tl.minimum(tl.load(positions + row) + 1, TOP_K).to(tl.int32)
 
 
-@triton.jit
+@kernel
 def attend_latents(
     q_ptr,
     pages,
@@ -190,7 +191,7 @@ def one_over(total):
     return tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0)
 
 
-@triton.jit
+@kernel
 def join_latents(
     positions,
     out,
@@ -239,8 +240,17 @@ def join_latents(
 
 
 def latent_attention(
-    query: Tensor, latents: Cache, selected: Tensor, rows: Rows, *, scale: float, latent_dim: int
+    query: Tensor,
+    latents: Cache,
+    selected: Tensor,
+    rows: Rows,
+    *,
+    scale: float,
+    latent_dim: int,
+    launcher: Launcher | None = None,
+    least_heads: int = 16,
 ) -> Tensor:
+    """least_heads: of a program, real or not; the bits of fewer than 64 are others."""
     num_rows, num_heads, _ = query.shape
     out = torch.empty((num_rows, num_heads, latent_dim), dtype=query.dtype, device=query.device)
     if num_rows == 0:
@@ -252,7 +262,7 @@ def latent_attention(
     whole = num_rows * num_tiles > MAX_PARTS
     arch = device_arch(query.device) if query.is_cuda else "sm90a"
     most_heads = (HEADS_EACH if whole else HEADS_APART)[arch]
-    heads = min(most_heads, max(16, triton.next_power_of_2(num_heads)))
+    heads = min(most_heads, max(least_heads, triton.next_power_of_2(num_heads)))
     parts = 0 if whole else num_rows * num_tiles * num_heads
     part_acc = torch.empty(parts * latent_dim, dtype=torch.float32, device=query.device)
     part_sum = torch.empty(parts * 2, dtype=torch.float32, device=query.device)

@@ -27,6 +27,7 @@ from moet.kernels.mla_attention import (
     head_products,
     latent_attention,
     latent_inputs,
+    latent_chunks_fit,
     latent_queries,
 )
 from moet.kernels.mla_cache import Fp8IndexKeys, latent_rows
@@ -36,6 +37,7 @@ from moet.kernels.quant import Activations
 from moet.kernels.rope import rope_cos_sin, rope_frequencies
 from moet.kernels.rows import Rows
 from moet.models.base import (
+from moet.kernels.stream_gemm import Launcher
     ExpertProvider,
     ForwardInput,
     KVCacheSpec,
@@ -152,11 +154,22 @@ class Attention:
         index = None if indexer is None else indexer.keys.form
         self._inputs = latent_inputs.bind(arch=arch, rank=rank, form=latents.form, index=index)
         self._queries = latent_queries.bind(arch=arch, index=index, nope_dim=nope)
-        self._attend = latent_attention.bind(arch=arch, form=latents.form)
+        self.launcher = self._launcher(weights, config)
+        placed = self.launcher is not None
+        self._attend = latent_attention.bind(arch=arch, form=latents.form, placed=placed)
         self._values = head_products.bind(arch=arch)
 
     def __call__(
         self, x: Activations, step: Step, selection: Tensor | None
+    def _launcher(self, weights: Weights, config: GlmMoeDsaConfig) -> Launcher | None:
+        """Of the kernel that chunks attend by, if there is one for this layer."""
+        gpu, form = weights.gpu, self.latents.form
+        heads, top_k = config.num_attention_heads, config.index_topk
+        if gpu is None or not gpu.latent_chunks:
+            return None
+        fits = latent_chunks_fit(arch=gpu.arch, form=form, num_heads=heads, top_k=top_k)
+        return gpu.launcher if fits else None
+
     ) -> tuple[Tensor | RankPart, Tensor]:
         """x: [n, hidden], normalised. Returns the same and the selection that was used, [n, k].
 
@@ -190,7 +203,13 @@ class Attention:
             assert projected is not None
             selection = indexer(index_query, projected, step)
         mixed = self._attend(
-            query, latents, selection, step.rows, scale=self.scale, latent_dim=self.latent_dim
+            query,
+            latents,
+            selection,
+            step.rows,
+            scale=self.scale,
+            latent_dim=self.latent_dim,
+            launcher=self.launcher,
         )
         return self.o.on_read(self._values(mixed, self.w_uv, quantised=self.o.quantised)), selection
 

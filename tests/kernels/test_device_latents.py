@@ -1,0 +1,39 @@
+"""The kernel of latent attention in emulation, against its reference."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from moet.kernels.cache import PlanedFormat
+from moet.kernels.device_latents import LATENT, ROPE, attend_chosen
+from moet.kernels.mla_attention import latent_attention
+from moet.kernels.mla_cache import Fp8LatentRows, Nvfp4LatentRows
+from tests.kernels import emulation
+from tests.kernels.accelerated.world import assert_close, make_rows, paged
+
+PAGE = 64
+
+
+# Two rows of one CTA, of which the first has one key; a rank's heads, and all.
+@pytest.mark.parametrize(
+    ("form", "heads"),
+    [(Nvfp4LatentRows(LATENT, ROPE, PAGE), 16), (Fp8LatentRows(LATENT, ROPE, PAGE), 64)],
+    ids=["nvfp4", "fp8"],
+)
+def test_rows_attend_as_the_reference_does(form: PlanedFormat, heads: int) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    launcher = emulation.build(("latent_attention",), 90, num_sms=1)
+    torch.manual_seed(5)
+    rows = make_rows([(0, 1), (150, 151)], short=True, device=torch.device("cpu"), page_size=PAGE)
+    selected = torch.full((2, 128), -1, dtype=torch.int32)
+    selected[0, 0] = 0
+    selected[1] = torch.randperm(151)[:128].sort().values
+    query = torch.randn(2, heads, LATENT + ROPE).bfloat16()
+    latents, scale = paged(form, rows), (LATENT + ROPE) ** -0.5
+    want = latent_attention(query, latents, selected, rows, scale=scale, latent_dim=LATENT)
+    got = attend_chosen(launcher, query, latents, selected, rows, scale=scale)
+    assert_close(got, want, latent_attention.tolerance)
