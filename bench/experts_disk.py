@@ -3,19 +3,22 @@ memory has no place for are read. For bench.experts."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections import defaultdict, deque
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
-from statistics import median
+from statistics import mean, median
 from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from bench.experts_rig import GIB, CapturedStep, Rig, compare
 from moet.runtime.experts.disk import RowFile
-from moet.runtime.experts.feeder import RowFeeder
+from moet.runtime.experts.feeder import ON_DISK, RowFeeder
 from moet.runtime.experts.gpu import HostSide
 from moet.runtime.experts.host import Arena, mapped_numbers, page_aligned
 from moet.runtime.experts.open_gpu import least_places
@@ -23,7 +26,10 @@ from moet.runtime.experts.staged import START_READERS, read_rows
 from moet.runtime.experts.store import DeviceExperts
 
 ARENA_SHARE = 0.27
-WARM_STEPS, WARM_ROWS, STEPS = 300, 8, 200  # steps of so many tokens, then those that are timed
+WRITERS = 4
+WARM_ROWS = 8  # tokens of a step that warms up
+BOTH_STEPS = 60  # the last ones, which warm up both pools
+WARM_S = 20.0
 
 Results = dict[str, Any]
 
@@ -44,9 +50,13 @@ class Watched(RowFeeder):
 def write_rows(arena: Arena, path: Path, num_rows: int) -> float:
     """The first rows into a file; the seconds that it took."""
     begin = perf_counter()
-    with path.open("wb", buffering=0) as out:
-        for row in range(num_rows):
-            out.write(arena.place(row).numpy().data)
+    with path.open("wb", buffering=0) as out, ThreadPoolExecutor(WRITERS) as writers:
+
+        def write(row: int) -> None:
+            content = arena.place(row).numpy().data
+            os.pwrite(out.fileno(), content, row * len(content))
+
+        list(writers.map(write, range(num_rows)))
         os.fsync(out.fileno())
     return perf_counter() - begin
 
@@ -83,16 +93,26 @@ def start(rig: Rig, path: Path, num_rows: int) -> Results:
 
 
 def one_read(path: Path, row_bytes: int, num_rows: int) -> Results:
-    """Milliseconds of a row that nothing else is read beside, by how it is read."""
+    """Milliseconds of a row that nothing else is read beside, by how it is read, and of what could
+    check one."""
     buffer, draw, found = page_aligned(row_bytes), Random(1), {}
     for how, direct in (("past the page cache", True), ("from the page cache", False)):
-        file, times = RowFile(path, row_bytes, direct=direct), []
-        for _ in range(15):
-            begin = perf_counter()
-            file.read(draw.randrange(num_rows), buffer).result()
-            times.append(1e3 * (perf_counter() - begin))
-        file.close()
-        found[how] = round(median(times), 3)
+        for num_pieces in (1, 4):
+            size = row_bytes // num_pieces
+            file, times = RowFile(path, size, direct=direct), []
+            for _ in range(15):
+                row, begin = draw.randrange(num_rows) * num_pieces, perf_counter()
+                pieces = buffer[: size * num_pieces].view(num_pieces, size)
+                for reading in [file.read(row + n, piece) for n, piece in enumerate(pieces)]:
+                    reading.result()
+                times.append(1e3 * (perf_counter() - begin))
+            file.close()
+            name = how if num_pieces == 1 else f"{how}, in {num_pieces} pieces"
+            found[name] = round(median(times), 3)
+            found[f"{name}, on average"] = round(mean(times), 3)
+    begin = perf_counter()
+    hashlib.sha256(buffer.numpy().data).digest()
+    found["sha256 of it"] = round(1e3 * (perf_counter() - begin), 3)
     return found
 
 
@@ -123,17 +143,34 @@ def first_layers(rig: Rig, num_layers: int) -> Rig:
 
 
 def over_a_file(
-    small: Rig, pinned: HostSide, path: Path, skew: float, pool_share: float
+    small: Rig,
+    pinned: HostSide,
+    path: Path,
+    skew: float,
+    pool_share: float,
+    *,
+    warm_steps: int,
+    num_steps: int,
 ) -> Results:
     """Steps with a pool over an arena of a part of the rows, and in turn with them the same ones
-    over an arena of all; both pools see the same tokens from the first."""
+    over an arena of all.
+
+    The arena begins with the first rows, as a server's does that knows nothing of earlier runs.
+    Warm is after warm_steps of WARM_ROWS tokens, or as many as 20 s take.
+    """
     num_rows, row_bytes = len(small.bases), small.form.row_bytes
     num_experts = num_rows // len(small.layers)
     small.set_skew(skew)
     num_places = max(int(ARENA_SHARE * num_rows), least_places(num_experts))
-    place_of = mapped_numbers(num_rows, -1, pin=True)
+    place_of = mapped_numbers(num_rows, ON_DISK, pin=True)
+    place_of[:num_places] = torch.arange(num_places, dtype=torch.int32)
     requests = mapped_numbers(1 + 1024, 0, pin=True)
-    arena = Arena(num_places, row_bytes, pin=True)
+
+    def fill(first: int, chunk: Tensor) -> None:
+        for n, row in enumerate(chunk):
+            row.copy_(pinned.arena.place(first + n))
+
+    arena = Arena(num_places, row_bytes, pin=True, fill=fill)
     feeder = Watched(
         arena,
         RowFile(path, row_bytes),
@@ -149,35 +186,53 @@ def over_a_file(
         steps = [CapturedStep(small, pool, 1) for pool in pools]
         resident = CapturedStep(small, small.resident, 1)
         warm = [CapturedStep(small, pool, WARM_ROWS) for pool in pools]
-        for _ in range(WARM_STEPS):
+        begin, warmed = perf_counter(), 0
+        while warmed < warm_steps and perf_counter() - begin < WARM_S:
             tokens = small.tokens(WARM_ROWS)
-            for step in warm:
+            last = warmed >= warm_steps - BOTH_STEPS
+            for step in warm if last else warm[1:]:
+                step(tokens)
+            warmed += 1
+        warm_s = perf_counter() - begin
+        for _ in range(BOTH_STEPS):
+            tokens = small.tokens(1)
+            for step in steps:
                 step(tokens)
         warming, asked = feeder.counts.num_reads, len(feeder.asked)
-        waited_s, (hits, misses) = feeder.counts.wait_s, pools[1].counts()
-        totals = [0.0, 0.0]
-        for _ in range(STEPS):
+        waited_s, before = feeder.counts.wait_s, [pool.counts() for pool in pools]
+        totals, base_ms = [0.0, 0.0], 0.0
+        for n in range(num_steps):
             tokens = small.tokens(1)
-            for n, step in enumerate(steps):
-                totals[n] += step(tokens)
-        after = pools[1].counts()
+            for at, step in enumerate(steps):
+                totals[at] += step(tokens)
+            if n < BOTH_STEPS:
+                base_ms += resident(tokens) / BOTH_STEPS
+        hits = [
+            100 * (now[0] - then[0]) / max(1, sum(now) - sum(then))
+            for now, then in zip([pool.counts() for pool in pools], before, strict=True)
+        ]
         reads = feeder.counts.num_reads - warming
-        pinned_ms, disk_ms = (total / STEPS for total in totals)
+        ideal = ideal_reads(feeder.asked, num_places, asked)
+        pinned_ms, disk_ms = (total / num_steps for total in totals)
         return {
             "layers": len(small.layers),
             "places": num_places,
             "share %": round(100 * num_places / num_rows, 1),
             "skew": round(skew, 3),
-            "hits %": round(100 * (after[0] - hits) / max(1, sum(after) - hits - misses), 2),
+            "hits %": round(hits[1], 2),
+            "hits over pinned rows %": round(hits[0], 2),
+            "resident ms": round(base_ms, 3),
             "pinned ms": round(pinned_ms, 3),
             "disk ms": round(disk_ms, 3),
             "of the pinned rate": round(pinned_ms / disk_ms, 3),
-            "tokens while warming up": WARM_STEPS * WARM_ROWS,
+            "tokens while warming up": warmed * WARM_ROWS,
             "reads while warming up": warming,
-            "reads a step": reads / STEPS,
-            "of these an ideal choice would do": ideal_reads(feeder.asked, num_places, asked)
-            / STEPS,
+            "s of warming up": round(warm_s, 1),
+            "steps": num_steps,
+            "reads a step": round(reads / num_steps, 4),
+            "of these an ideal choice would do": round(ideal / num_steps, 4),
             "ms a read": round(1e3 * (feeder.counts.wait_s - waited_s) / max(1, reads), 3),
+            "ms lost a read": round((disk_ms - pinned_ms) * num_steps / max(1, reads), 3),
             "same bits": compare(small, steps[1], resident, 3).same,
             "error word": int(small.device.error),
         }

@@ -159,10 +159,14 @@ class RowFeeder:
             self._reading[row] = index, time.monotonic()
             self.counts.num_reads += 1
             reading = self.file.read(self._file_rows[row], self.arena.place(index))
-            reading.add_done_callback(partial(self._tell, row))
+            reading.add_done_callback(partial(self._tell, row, index))
 
-    def _tell(self, row: int, reading: Future[None]) -> None:
-        self._done.put((row, reading.exception()))
+    def _tell(self, row: int, index: int, reading: Future[None]) -> None:
+        """By the thread that read: what waits for the row does not wait for the next poll."""
+        error = reading.exception()
+        if error is None:
+            self._place_of[row] = index  # behind its bytes, in the order of this processor
+        self._done.put((row, error))
 
     def _finish(self) -> bool:
         any_done = False
@@ -175,7 +179,6 @@ class RowFeeder:
             index, begin = self._reading.pop(row)
             self.counts.wait_s += time.monotonic() - begin
             if error is None:
-                self._place_of[row] = index  # behind its bytes, in the order of this processor
                 self._uses[row] = 0
                 continue
             logger.error("%s", error)

@@ -50,7 +50,7 @@ class Fed:
     def until(self, *rows: int) -> None:
         """Poll until these rows are settled, one way or the other."""
         limit = time.monotonic() + 20
-        while any(self.place_of[row] == -1 for row in rows):
+        while any(self.place_of[row] == -1 for row in rows) or self.feeder._reading:
             assert time.monotonic() < limit
             self.feeder.poll()
         self.feeder.check()
