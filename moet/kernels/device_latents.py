@@ -91,6 +91,6 @@ def latent_attention(
     assert launcher is not None  # by the predicate
     if len(query) >= MANY_ROWS:
         return attend_chosen(launcher, query, latents, selected, rows, scale=scale)
-    return triton_mla_attention.latent_attention(
+    return triton_mla_attention.attend_selected(
         query, latents, selected, rows, scale=scale, latent_dim=latent_dim, least_heads=HEADS
     )

@@ -136,13 +136,18 @@ def swiglu(gate: Tensor, up: Tensor, *, limit: float | None) -> Tensor:
     return a / (scalar(1.0) + torch.exp(-a)) * b
 
 
+@op(tolerance=2**-8)
+def swiglu_halves(gate_up: Tensor, *, limit: float | None) -> Tensor:
+    """swiglu of the two halves of each row. gate_up: [n, 2 I]. Returns [n, I] in its dtype."""
+    gate, up = gate_up.chunk(2, 1)
+    return swiglu(gate, up, limit=limit).to(gate_up.dtype)
+
+
 def _on_gpu(*, arch: str) -> bool:
     return arch in GPU_ARCHS
 
 
-@swiglu.impl("torch", supports=_on_gpu)
-def _swiglu(gate: Tensor, up: Tensor, *, limit: float | None) -> Tensor:
-    return swiglu.reference(gate, up, limit=limit)  # each value on its own
+swiglu_halves.impl_in("moet.kernels.triton_swiglu", "triton", supports=_on_gpu)
 
 
 def _rounded(x: Tensor, round_activations: bool) -> Tensor:

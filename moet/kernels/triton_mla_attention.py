@@ -248,9 +248,24 @@ def latent_attention(
     scale: float,
     latent_dim: int,
     launcher: Launcher | None = None,
-    least_heads: int = 16,
 ) -> Tensor:
-    """least_heads: of a program, real or not; the bits of fewer than 64 are others."""
+    return attend_selected(
+        query, latents, selected, rows, scale=scale, latent_dim=latent_dim, least_heads=16
+    )
+
+
+def attend_selected(
+    query: Tensor,
+    latents: Cache,
+    selected: Tensor,
+    rows: Rows,
+    *,
+    scale: float,
+    latent_dim: int,
+    least_heads: int,
+) -> Tensor:
+    """`latent_attention`. least_heads: of a program, real or not; the bits of fewer than 64 are
+    others."""
     num_rows, num_heads, _ = query.shape
     out = torch.empty((num_rows, num_heads, latent_dim), dtype=query.dtype, device=query.device)
     if num_rows == 0:

@@ -21,7 +21,7 @@ from moet.kernels.moe import (
     route_by_token,
     sigmoid_scores,
     sqrt_softplus,
-    swiglu,
+    swiglu_halves,
 )
 from moet.kernels.moe_layer import RouterWeights, SharedWeights, moe
 from moet.kernels.quant import Activations, plain_values
@@ -89,7 +89,7 @@ class SwigluMlp:
         self.gate_up = Linear.stacked([w1, w3])
         self.w2 = w2
         self.limit = limit
-        self._swiglu = swiglu.bind(arch=arch)
+        self._swiglu = swiglu_halves.bind(arch=arch)
 
     def weights(self) -> SharedWeights:
         """As the op `moe` takes them."""
@@ -100,8 +100,7 @@ class SwigluMlp:
         return SharedWeights(None, None, True, packed)
 
     def _hidden(self, x: Tensor | Activations) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, 1)
-        return self._swiglu(gate, up, limit=self.limit).to(gate.dtype)
+        return self._swiglu(self.gate_up(x), limit=self.limit)
 
     def partial(self, x: Tensor) -> Tensor:
         """This rank's part of the output, to be summed over the ranks. fp32."""

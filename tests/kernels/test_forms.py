@@ -19,6 +19,7 @@ MODULES = (
     "greedy",
     "hyper_connection",
     "indexer",
+    "mla_attention",
     "moe",
     "moe_layer",
     "norm",

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moet.kernels import triton_indexer, triton_mla, triton_mla_attention
+from moet.kernels import triton_indexer, triton_mla, triton_mla_attention, triton_swiglu
 from moet.kernels.cache import Cache, PlanedFormat
 from moet.kernels.mla_attention import HeadMatrices, IndexKeys
 from moet.kernels.mla_cache import Fp8IndexKeys, latent_rows
@@ -17,7 +17,7 @@ from moet.kernels.rows import Rows
 from moet.models.glm_moe_dsa import PAGE_SIZE
 
 DIM, HEADS, RANK, LATENT, ROPE, NOPE, VALUE = 6144, 64, 2048, 512, 64, 192, 256
-INDEX_HEADS, INDEX_DIM, TOP_K = 32, 128, 2048
+INDEX_HEADS, INDEX_DIM, TOP_K, INTER = 32, 128, 2048, 12288
 
 
 class ReleasedGlm:
@@ -62,7 +62,7 @@ class ReleasedGlm:
         query, mixed = bf16(n, HEADS, LATENT + ROPE), bf16(n, HEADS, LATENT)
         w_uk, w_uv = self.matrices(LATENT, NOPE), self.matrices(VALUE, LATENT)
         selected = torch.zeros(n, TOP_K, dtype=torch.int32, device=self.device)
-        index_query = fp32(n, INDEX_HEADS, INDEX_DIM)
+        index_query, gate_up = fp32(n, INDEX_HEADS, INDEX_DIM), bf16(n, 2 * INTER)
         return {
             "add_rms_norm": lambda: triton_mla.add_rms_norm(stream, stream, weight, eps=1e-5),
             "latent_inputs": lambda: triton_mla.latent_inputs(
@@ -88,5 +88,6 @@ class ReleasedGlm:
             "latent_attention": lambda: triton_mla_attention.latent_attention(
                 query, self.latents, selected, self.rows, scale=1 / 16, latent_dim=LATENT
             ),
+            "swiglu_halves": lambda: triton_swiglu.swiglu_halves(gate_up, limit=None),
             "head_products": lambda: triton_mla.head_products(mixed, w_uv, quantised=True),
         }

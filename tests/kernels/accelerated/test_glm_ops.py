@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moet.kernels import triton_indexer, triton_mla, triton_mla_attention
+from moet.kernels import triton_indexer, triton_mla, triton_mla_attention, triton_swiglu
 from moet.kernels.cache import Cache, PlanedFormat
 from moet.kernels.indexer import index_select
 from moet.kernels.mixture import Mixture
@@ -21,6 +21,7 @@ from moet.kernels.mla_attention import (
     latent_queries,
 )
 from moet.kernels.mla_cache import Fp8IndexKeys, Fp8LatentRows, Nvfp4LatentRows
+from moet.kernels.moe import swiglu_halves
 from moet.kernels.norm import add_rms_norm
 from moet.kernels.quant import fp8_qdq
 from moet.kernels.rope import rope_cos_sin, rope_frequencies
@@ -98,6 +99,15 @@ def test_residual_and_norm(n: int, device: torch.device, monkeypatch: pytest.Mon
         assert (normed.codes is not None) == (n <= 4)
         if normed.codes is not None:
             assert torch.equal(normed.decoded(), fp8_qdq(normed.plain().float(), block=128))
+
+
+@pytest.mark.parametrize("limit", [None, 0.5])
+def test_swiglu(limit: float | None, device: torch.device) -> None:
+    gate_up = 3 * bf16(3, 2 * 1100, device=device)
+    gate_up[0, 0] = -200.0  # whose exponential is infinite
+    got = triton_swiglu.swiglu_halves(gate_up, limit=limit)
+    assert_close(got, swiglu_halves(gate_up, limit=limit), swiglu_halves.tolerance)
+    assert triton_swiglu.swiglu_halves(gate_up[:0], limit=limit).shape == (0, 1100)
 
 
 def empty(form: PlanedFormat, rows: Rows) -> Cache:

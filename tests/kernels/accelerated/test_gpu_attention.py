@@ -1,13 +1,14 @@
-"""The chunk attention kernel on a GPU: the bits of its Triton form at the released shapes."""
+"""The chunk attention kernels on a GPU: the bits of their Triton forms at the released shapes."""
 
 import pytest
 import torch
 
-from moet.kernels import triton_attention
+from moet.kernels import device_latents, triton_attention, triton_mla_attention
 from moet.kernels.cache import Fp8Rows
 from moet.kernels.cubin import device_arch
 from moet.kernels.device_attention import HEADS, ROPE, WIDTH, attend_chunk
 from moet.kernels.device_gemm import Device
+from moet.kernels.mla_cache import Fp8LatentRows, Nvfp4LatentRows
 from moet.kernels.rope import rope_cos_sin
 from tests.kernels.accelerated.conftest import INTERPRETED
 from tests.kernels.accelerated.world import filled, make_rows, paged, ringed
@@ -51,3 +52,31 @@ def test_chunks_have_the_bits_of_tiles(kind: str, device: torch.device) -> None:
     assert not off.any(), f"{int(off.sum())} of {num} rows differ, by {float(gap)}"
     again = attend_chunk(launcher, *args, **settings)  # type: ignore[arg-type]
     assert torch.equal(found, again)
+
+
+@pytest.mark.parametrize("heads", [32, 64])
+@pytest.mark.parametrize("form", [Fp8LatentRows(512, 64, 64), Nvfp4LatentRows(512, 64, 64)])
+def test_latents_have_the_bits_of_tiles(
+    form: Fp8LatentRows | Nvfp4LatentRows, heads: int, device: torch.device
+) -> None:
+    if device_arch(device) != "sm90a":
+        pytest.skip("the kernel is sm_90a's")
+    pieces = [(0, 200), (300, 301), (500, 760), (60, 70)]
+    rows = make_rows(pieces, short=True, device=device, page_size=64)
+    num = len(rows.positions)
+    selected = torch.full((num, 512), -1, dtype=torch.int32, device=device)
+    for row, visible in enumerate(rows.visible(1).tolist()):
+        some = torch.randperm(visible, device=device)[:512].sort().values
+        selected[row, : len(some)] = some.int()
+    query = 4 * torch.randn(num, heads, 576, device=device).bfloat16()
+    args = query, paged(form, rows), selected, rows
+    wanted = triton_mla_attention.attend_selected(
+        *args, scale=1 / 16, latent_dim=512, least_heads=64
+    )
+    launcher = Device.open("sm90a", device).launcher
+    found = device_latents.attend_chosen(launcher, *args, scale=1 / 16)
+    assert wanted.isfinite().all()
+    off = (found != wanted).flatten(1).any(1)
+    gap = (found.float() - wanted.float()).abs().max()
+    assert not off.any(), f"{int(off.sum())} of {num} rows differ, by {float(gap)}"
+    assert torch.equal(found, device_latents.attend_chosen(launcher, *args, scale=1 / 16))
