@@ -56,6 +56,7 @@ DISK_CASES = (  # hits aimed at, the skew of them if it was not looked for, step
 TOKENS_A_STEP = {1: 1.0, 3: 2.6}  # rows of a step -> tokens that it yields
 LARGE_POOL, SMALL_POOL = 0.193, 0.152  # of all rows: 14 and 11 GiB of 72.6
 WHOLE_MODEL = 43  # layers
+START_ROWS = 1024  # of a file from which a start is timed
 
 Results = dict[str, Any]
 
@@ -461,7 +462,7 @@ def kept_rows(bench: Bench, folder: Path) -> Path:
 
 def from_file(bench: Bench) -> Results:
     path = kept_rows(bench, bench.folder)
-    found = start(bench.rig, path, bench.num_file_rows)
+    found = start(bench.rig, path, min(bench.num_file_rows, START_ROWS))
     print(found, flush=True)
     return {"start from a file in the page cache": found}
 

@@ -6,8 +6,10 @@ Both open a format's rows wholly on the GPU or in tiers; what is served of them 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from time import perf_counter
 from typing import Protocol
 
 import torch
@@ -32,9 +34,11 @@ from moet.runtime.experts.hot import read_hot
 from moet.runtime.experts.load import pack_experts
 from moet.runtime.experts.open_gpu import open_cached, row_bases
 from moet.runtime.experts.serving import heat_path
-from moet.runtime.experts.sizes import TierSizes
+from moet.runtime.experts.sizes import GIB, TierSizes
 from moet.runtime.experts.store import DeviceExperts
 from moet.runtime.parallel.experts import share_of
+
+logger = logging.getLogger(__name__)
 
 
 class RowSource(Protocol):
@@ -171,9 +175,10 @@ class DummyRows:
                 f"{sizes.num_rows} rows of experts; leave out --static-experts, give more "
                 "--host-experts, or serve a pack"
             )
-        pin = self.gpu.torch_device.type == "cuda"
+        pin, begin = self.gpu.torch_device.type == "cuda", perf_counter()
         arena = Arena(sizes.num_rows, form.row_bytes, pin=pin, fill=touch, progress=progress)
-        first = 0
+        size, taken_s, first = sizes.num_rows * form.row_bytes / GIB, perf_counter() - begin, 0
+        logger.info("experts %s: %.2f GiB of host memory in %.1f s", tier, size, taken_s)
         for chunk in arena.chunks:
             self._fill(tier, first, chunk)
             first += len(chunk)
