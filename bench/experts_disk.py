@@ -28,7 +28,7 @@ from moet.runtime.experts.store import DeviceExperts
 ARENA_SHARE = 0.27
 WRITERS = 4
 WARM_ROWS = 8  # tokens of a step that warms up
-BOTH_STEPS = 60  # the last ones, which warm up both pools
+BOTH_STEPS = 60  # more, that both pools see
 WARM_S = 20.0
 
 Results = dict[str, Any]
@@ -156,7 +156,7 @@ def over_a_file(
     over an arena of all.
 
     The arena begins with the first rows, as a server's does that knows nothing of earlier runs.
-    Warm is after warm_steps of WARM_ROWS tokens, or as many as 20 s take.
+    Warm is after warm_steps of WARM_ROWS tokens, or as many as WARM_S seconds take.
     """
     num_rows, row_bytes = len(small.bases), small.form.row_bytes
     num_experts = num_rows // len(small.layers)
@@ -188,16 +188,14 @@ def over_a_file(
         warm = [CapturedStep(small, pool, WARM_ROWS) for pool in pools]
         begin, warmed = perf_counter(), 0
         while warmed < warm_steps and perf_counter() - begin < WARM_S:
-            tokens = small.tokens(WARM_ROWS)
-            last = warmed >= warm_steps - BOTH_STEPS
-            for step in warm if last else warm[1:]:
-                step(tokens)
+            warm[1](small.tokens(WARM_ROWS))
             warmed += 1
+        for both in (warm, steps):
+            for _ in range(BOTH_STEPS):
+                tokens = small.tokens(len(both[0].ids))
+                for step in both:
+                    step(tokens)
         warm_s = perf_counter() - begin
-        for _ in range(BOTH_STEPS):
-            tokens = small.tokens(1)
-            for step in steps:
-                step(tokens)
         warming, asked = feeder.counts.num_reads, len(feeder.asked)
         waited_s, before = feeder.counts.wait_s, [pool.counts() for pool in pools]
         totals, base_ms = [0.0, 0.0], 0.0
@@ -225,7 +223,7 @@ def over_a_file(
             "pinned ms": round(pinned_ms, 3),
             "disk ms": round(disk_ms, 3),
             "of the pinned rate": round(pinned_ms / disk_ms, 3),
-            "tokens while warming up": warmed * WARM_ROWS,
+            "tokens while warming up": warmed * WARM_ROWS + BOTH_STEPS * (WARM_ROWS + 1),
             "reads while warming up": warming,
             "s of warming up": round(warm_s, 1),
             "steps": num_steps,
