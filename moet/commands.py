@@ -400,11 +400,11 @@ def _be_rank(config: EngineConfig) -> None:
     outside = launched()
     if outside is None:
         return
-    from moet.runtime.parallel.start import place_of, run_rank
+    from moet.runtime.parallel.start import be_rank, place_of
 
     place = place_of(outside, config)
     if place.rank > 0:
-        raise SystemExit(run_rank(config, place, outside.local_rank))
+        be_rank(config, place, outside.local_rank)
 
 
 def num_spec_tokens(args: argparse.Namespace) -> int:

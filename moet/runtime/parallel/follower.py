@@ -15,10 +15,10 @@ import torch
 
 from moet import log
 from moet.runtime.parallel.ranks import Orders
-from moet.runtime.parallel.start import run_rank
+from moet.runtime.parallel.start import be_rank
 
 
-def main() -> int:
+def main() -> None:
     """Be the rank that the orders name."""
     for number in (signal.SIGINT, signal.SIGTERM):  # which reach the whole group; rank 0 decides
         signal.signal(number, signal.SIG_IGN)
@@ -29,7 +29,7 @@ def main() -> int:
     if orders.config.settings.arch == "reference":
         threads = torch.get_num_threads() // orders.config.parallel.num_ranks
         torch.set_num_threads(max(1, threads))
-    return run_rank(orders.config, orders.place, orders.place.rank)
+    be_rank(orders.config, orders.place, orders.place.rank)
 
 
 def _end_with_rank_0() -> None:
@@ -39,4 +39,4 @@ def _end_with_rank_0() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import platform
 import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import torch
@@ -95,6 +97,16 @@ def run_rank(config: EngineConfig, place: Place, local_rank: int) -> int:
         logger.error("%s", error)
         return 1
     return 0
+
+
+def be_rank(config: EngineConfig, place: Place, local_rank: int) -> NoReturn:
+    """As run_rank, and end this process, whose connections' threads may need the interpreter as it
+    goes and would abort it.
+    """
+    code = run_rank(config, place, local_rank)
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def _unheard(stage: str, done: float) -> None:

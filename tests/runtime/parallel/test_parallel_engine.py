@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -15,6 +16,8 @@ import pytest
 from moet import Engine, SamplingParams
 from moet.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig, launched
 from moet.errors import ConfigError, MoetError
+from moet.runtime.parallel import start
+from moet.runtime.parallel.group import Place
 from moet.runtime.parallel.start import place_of
 
 PROMPTS = ["Hello there, how are you", "The"]
@@ -141,3 +144,13 @@ def test_torchrun_must_start_as_many_as_are_asked_for(monkeypatch: pytest.Monkey
 def test_pages_kept_elsewhere_are_refused_in_a_group() -> None:
     with pytest.raises(ConfigError, match="--kv-host-cache"):
         Engine("demo", tensor_parallel=2, cache=CacheConfig(host_cache_bytes=1 << 20))
+
+
+def test_a_rank_ends_without_taking_its_interpreter_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads of its connections let go of tensors late, which may abort an interpreter."""
+    monkeypatch.setattr(start, "run_rank", lambda *args: 3)
+    monkeypatch.setattr(logging, "shutdown", lambda: None)
+    monkeypatch.setattr(os, "_exit", lambda code: codes.append(code))
+    codes: list[int] = []
+    start.be_rank(EngineConfig(model="demo"), Place(1, "127.0.0.1", 1, hosts_store=False), 1)
+    assert codes == [3]
