@@ -22,6 +22,7 @@ from moet.kernels.triton_common import (
     begin,
     e4m3_codes,
     e4m3_exponent,
+    kernel,
     load_rotation,
     mma_place,
     overlap,
@@ -156,7 +157,7 @@ def attend_tile(q, blocks, valid, scale, BLOCKS: tl.constexpr):
     return weight.to(tl.bfloat16), top, tl.sum(weight, 1)
 
 
-@triton.jit(do_not_specialize=["CHUNK_ENTRIES"])
+@kernel(do_not_specialize=["CHUNK_ENTRIES"])
 def attend(
     q_ptr,
     sink_ptr,
@@ -336,7 +337,7 @@ def load_angles(cos_ptr, sin_ptr, row, ROPE: tl.constexpr):
     return tl.load(cos_ptr + at)[None, :], tl.load(sin_ptr + at)[None, :]
 
 
-@triton.jit
+@kernel
 def join(
     sink_ptr,
     cos_ptr,

@@ -19,6 +19,7 @@ from moet.kernels.triton_common import (
     begin,
     e4m3_codes,
     e4m3_exponent,
+    kernel,
     load_rotation,
     mma_place,
     overlap,
@@ -95,7 +96,7 @@ def write_row(
     store_fp8_row(x, pages, slot, PAGE_BYTES, ENTRIES, DIM, ROPE, SCALE_BYTES)
 
 
-@triton.jit(do_not_specialize=["WINDOW_ENTRIES"])
+@kernel(do_not_specialize=["WINDOW_ENTRIES"])
 def prepare(
     qr_kv,
     q_weight,

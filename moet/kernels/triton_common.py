@@ -7,6 +7,10 @@ They hold for any shape of block and are the same in the interpreter and on a GP
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,6 +22,26 @@ CODED_ROWS = 256  # steps of more rows are multiplied in tiles that round their 
 def overlap(like: Tensor) -> dict[str, bool]:
     """How a kernel that calls `begin` is launched: on a GPU while the one ahead may still run."""
     return {"OVERLAP": like.is_cuda, "launch_pdl": like.is_cuda}
+
+
+class Kernel:
+    """A kernel whose roundings are those that its text says. Left to the compiler, a product and a
+    sum become one here and not there, and not alike in all kernels that share a row's bits."""
+
+    def __init__(self, function: Callable[..., None], unspecialised: Sequence[str]) -> None:
+        self.jit = triton.jit(function, do_not_specialize=unspecialised)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+        return partial(self.jit[grid], enable_fp_fusion=False)
+
+
+def kernel(
+    function: Callable[..., None] | None = None, *, do_not_specialize: Sequence[str] = ()
+) -> Any:
+    """Before what is launched, in place of triton.jit."""
+    if function is None:
+        return partial(Kernel, unspecialised=do_not_specialize)
+    return Kernel(function, do_not_specialize)
 
 
 @triton.jit

@@ -16,6 +16,7 @@ from moet.kernels.triton_common import (
     e2m1_codes,
     exponent_byte,
     hadamard_sign,
+    kernel,
     load_rotation,
     power_of_two,
     rotate_pairs,
@@ -51,7 +52,7 @@ def keep_state(
     tl.store(place + CHANNELS + c, scores + tl.load(ape + (p % RATIO) * CHANNELS + c))
 
 
-@triton.jit
+@kernel
 def keep_last_rows(
     projected,
     ape,
@@ -164,7 +165,7 @@ def close_window(
         store_mxfp4_row(x, entries, slot, PAGE_BYTES, ENTRIES, WIDTH)
 
 
-@triton.jit
+@kernel
 def close_windows(
     projected,
     ape,

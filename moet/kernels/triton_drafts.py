@@ -10,12 +10,13 @@ import triton.language as tl
 from torch import Tensor
 
 from moet.kernels.drafts import Parts
+from moet.kernels.triton_common import kernel
 from moet.kernels.triton_greedy import PART, best_of_part
 
 SEQS_EACH = 32
 
 
-@triton.jit(do_not_specialize=["num_seqs", "proposed_width", "page_size"])
+@kernel(do_not_specialize=["num_seqs", "proposed_width", "page_size"])
 def settle(
     sent,
     out,
@@ -62,7 +63,7 @@ def settle(
     tl.store(proposed + seq * proposed_width, held * 0)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "width", "number"])
+@kernel(do_not_specialize=["num_seqs", "width", "number"])
 def chain(given, proposed, rows, num_seqs, width, number, EACH: tl.constexpr):
     seq = tl.program_id(0) * EACH + tl.arange(0, EACH)
     inside = seq < num_seqs
@@ -80,7 +81,7 @@ def chain(given, proposed, rows, num_seqs, width, number, EACH: tl.constexpr):
     tl.store(rows + 4 * num_seqs + seq, tl.where(goes_on, slot, 0), mask=inside)
 
 
-@triton.jit(do_not_specialize=["width", "number", "num_parts"])
+@kernel(do_not_specialize=["width", "number", "num_parts"])
 def take_best(best, place, limits, proposed, width, number, num_parts, PARTS: tl.constexpr):
     seq = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)

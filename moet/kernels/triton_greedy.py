@@ -10,11 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moet.kernels.triton_common import kernel
+
 PART = 2048  # logits a program reads
 TOKENS_EACH = 128
 
 
-@triton.jit
+@kernel
 def fill_newest(token_ids, slots, last_token, out, num_rows, EACH: tl.constexpr):
     at = tl.program_id(0) * EACH + tl.arange(0, EACH)
     there = at < num_rows
@@ -24,7 +26,7 @@ def fill_newest(token_ids, slots, last_token, out, num_rows, EACH: tl.constexpr)
     tl.store(out + at, tl.where(token < 0, newest, token), mask=there)
 
 
-@triton.jit
+@kernel
 def best_of_part(logits, best, place, stride, num_token_ids, num_parts, PART: tl.constexpr):
     """NaN and infinity count as infinity, at which the row is no numbers."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -36,7 +38,7 @@ def best_of_part(logits, best, place, stride, num_token_ids, num_parts, PART: tl
     tl.store(place + row * num_parts + part, part * PART + index)
 
 
-@triton.jit
+@kernel
 def take_best(
     best,
     place,

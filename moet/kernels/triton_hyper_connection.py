@@ -10,10 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moet.kernels.triton_common import kernel
+
 BLOCK = 128  # channels of each stream that one program multiplies
 
 
-@triton.jit(do_not_specialize=["num_rows", "rows_each"])
+@kernel(do_not_specialize=["num_rows", "rows_each"])
 def mix_and_project(
     y,
     old,
@@ -81,7 +83,7 @@ def column(partial, at, col, PAD: tl.constexpr, SPLITS: tl.constexpr):
     return tl.sum(tl.load(partial + at + tl.arange(0, SPLITS) * PAD + col), 0)
 
 
-@triton.jit
+@kernel
 def collapse_and_norm(
     streams,
     partial,

@@ -21,6 +21,7 @@ from moet.kernels.triton_common import (
     e2m1_values,
     exponent_byte,
     hadamard_sign,
+    kernel,
     load_rotation,
     overlap,
     power_of_two,
@@ -72,7 +73,7 @@ def prepare_heads(
     tl.store(out + row * HEADS * DIM + at, x.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_rows", "rows_each"])
+@kernel(do_not_specialize=["num_rows", "rows_each"])
 def prepare_query(
     q,
     cos_ptr,
@@ -113,7 +114,7 @@ def load_keys(base, DIM: tl.constexpr, ENTRIES: tl.constexpr, FP8: tl.constexpr)
     return tl.reshape(values, [ENTRIES, DIM]).to(tl.bfloat16)
 
 
-@triton.jit
+@kernel
 def score_page(
     q,
     gate,
@@ -156,7 +157,7 @@ def score_page(
         tl.store(scores + row * width + entry, score, mask=entry < visible)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel(do_not_specialize=["num_rows"])
 def score_rows(
     q,
     gate,
@@ -226,7 +227,7 @@ def choose(score, valid, K: tl.constexpr):
     return above | (tie & (tl.cumsum(tie.to(tl.int32), 0) <= room))
 
 
-@triton.jit
+@kernel
 def choose_in_chunk(
     scores,
     out,
@@ -263,7 +264,7 @@ def choose_in_chunk(
         tl.store(out + at + k, tl.where(k < visible, k, -1))
 
 
-@triton.jit
+@kernel
 def choose_of_chunks(
     candidates,
     scores,

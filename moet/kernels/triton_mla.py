@@ -27,6 +27,7 @@ from moet.kernels.triton_common import (
     e4m3_codes,
     e4m3_exponent,
     exponent_byte,
+    kernel,
     load_rotation,
     overlap,
     power_of_two,
@@ -123,7 +124,7 @@ def sum_of_mixture(
     return total.to(tl.bfloat16).to(tl.float32)
 
 
-@triton.jit
+@kernel
 def join_and_norm(
     x,
     y,
@@ -293,7 +294,7 @@ def store_index_key(
     tl.store(scales + place, power_of_two(byte))
 
 
-@triton.jit
+@kernel
 def store_inputs(
     q_kv,
     projected,
@@ -442,7 +443,7 @@ def tile_of(
     return acc
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel(do_not_specialize=["num_rows"])
 def multiply_heads(
     x,
     weight,
@@ -491,7 +492,7 @@ def multiply_heads(
         tl.store(to, acc.to(values.dtype.element_ty), mask=(n < N)[:, None] & there)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel(do_not_specialize=["num_rows"])
 def make_queries(
     q,
     weight,

@@ -14,6 +14,7 @@ from moet.kernels.cache import Cache, Fp8Rows
 from moet.kernels.triton_common import (
     CODED_ROWS,
     begin,
+    kernel,
     load_rotation,
     load_turns,
     overlap,
@@ -26,7 +27,7 @@ HEADS_EACH = 8
 INDEX_HEADS_EACH = 16
 
 
-@triton.jit
+@kernel
 def norm_row(x, weight, out, stride, eps, DIM: tl.constexpr, PAD: tl.constexpr, W: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, PAD)
@@ -37,7 +38,7 @@ def norm_row(x, weight, out, stride, eps, DIM: tl.constexpr, PAD: tl.constexpr, 
     tl.store(out + row * DIM + d, value.to(out.dtype.element_ty), mask=d < DIM)
 
 
-@triton.jit
+@kernel
 def norm_rope(
     q,
     cos_ptr,
@@ -91,7 +92,7 @@ def norm_rope(
         )
 
 
-@triton.jit
+@kernel
 def write_fp8(
     kv,
     weight,
@@ -120,7 +121,7 @@ def write_fp8(
         store_fp8_row(x, pages, slot, PAGE_BYTES, ENTRIES, DIM, ROPE, SCALE_BYTES)
 
 
-@triton.jit(do_not_specialize=["SOURCE_ENTRIES"])
+@kernel(do_not_specialize=["SOURCE_ENTRIES"])
 def copy_fp8(
     source,
     target,

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moet.kernels.sampling import FACTORS, GOLDEN, Purpose, signed
+from moet.kernels.triton_common import kernel
 from moet.kernels.triton_greedy import PART, best_of_part
 
 _GOLDEN = tl.constexpr(GOLDEN)
@@ -36,7 +37,7 @@ def uniform_of(seed, position, PURPOSE: tl.constexpr):
     return ((mixed >> 11) & 0x1FFFFFFFFFFFFF).to(tl.float64) * 1.1102230246251565e-16
 
 
-@triton.jit(do_not_specialize=["num_parts"])
+@kernel(do_not_specialize=["num_parts"])
 def weigh_part(
     scores,
     best,
@@ -106,7 +107,7 @@ def index_in(weight, missing, PART: tl.constexpr):
     return tl.minimum(found, last)
 
 
-@triton.jit(do_not_specialize=["num_parts"])
+@kernel(do_not_specialize=["num_parts"])
 def sum_part(weights, sums, num, num_parts, PART: tl.constexpr):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tl.store(sums + row * num_parts + part, tl.sum(tile(weights, row, part, num, PART), 0))
@@ -121,7 +122,7 @@ def ranked_tile(weights, ids, top_k, row, part, num, PART: tl.constexpr):
     return token, tl.load(weights + row * num + token, mask=inside, other=0.0)
 
 
-@triton.jit(do_not_specialize=["num_parts"])
+@kernel(do_not_specialize=["num_parts"])
 def sum_ranked(weights, ids, top_k, needed, sums, num, num_parts, PART: tl.constexpr):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if tl.load(needed + row) != 0:
@@ -129,7 +130,7 @@ def sum_ranked(weights, ids, top_k, needed, sums, num, num_parts, PART: tl.const
         tl.store(sums + row * num_parts + part, tl.sum(weight.to(tl.float64), 0))
 
 
-@triton.jit(do_not_specialize=["num_parts"])
+@kernel(do_not_specialize=["num_parts"])
 def keep_ranked(
     weights,
     ids,
@@ -162,7 +163,7 @@ def keep_ranked(
         tl.store(out + row * num + at, tl.where(weight >= floor, weight, 0.0), mask=at < num)
 
 
-@triton.jit(do_not_specialize=["num_parts"])
+@kernel(do_not_specialize=["num_parts"])
 def pick(
     weights,
     sums,
@@ -182,7 +183,7 @@ def pick(
     tl.store(out + row, (part * PART + index).to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["num_parts"])
+@kernel(do_not_specialize=["num_parts"])
 def sum_pair(weights, probs, places, there, sums, draft_sums, num, num_parts, PART: tl.constexpr):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tl.store(sums + row * num_parts + part, tl.sum(tile(weights, row, part, num, PART), 0))
@@ -201,7 +202,7 @@ def residual(weights, probs, places, there, row, part, p_sum, q_sum, num, PART: 
     return left
 
 
-@triton.jit(do_not_specialize=["num_parts"])
+@kernel(do_not_specialize=["num_parts"])
 def sum_residual(
     weights,
     probs,
@@ -222,7 +223,7 @@ def sum_residual(
     tl.store(left_sums + row * num_parts + part, tl.sum(left, 0))
 
 
-@triton.jit(do_not_specialize=["num_parts"])
+@kernel(do_not_specialize=["num_parts"])
 def pick_verified(
     weights,
     probs,

@@ -10,12 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moet.kernels.triton_common import begin, overlap
+from moet.kernels.triton_common import begin, kernel, overlap
 
 COLUMNS = 1024  # of a program
 
 
-@triton.jit
+@kernel
 def gate_values(
     gate_up,
     out,
