@@ -1,12 +1,14 @@
 """One command for what a GLM-5.2 step costs on one GPU, of as many layers as fit, dummy weights.
 
     python -m bench.step_glm [--layers 22] [--kv nvfp4] [--dense fp8] [--parts exact,decode,...]
-                             [--commit X] [--out FILE]
+                             [--ranks 1] [--commit X] [--out FILE]
 
 Makes the weights on the device; shows that a row's bits are the same in chunks, beside others and
 in decode steps; then times decode steps by streams, rows and context, prompts, and every op against
 its bytes. Figures of a part of the layers are for no table of the whole model: the time of a layer
-is told as well. Each part stands alone: one that fails is told of and the others go on.
+is told as well. Each part stands alone: one that fails is told of and the others go on. --ranks:
+the share of one of so many ranks, whose sums are its own parts: what a rank computes, without what
+it sends.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ import argparse
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -25,27 +29,56 @@ from torch import Tensor
 from bench.gpu import check_parts, open_gpu
 from bench.step_h200 import GIB, Bench, op_rows, prompt_rows
 from moet.bench.device_rig import DeviceRig
-from moet.bench.device_step import OpRecorder
+from moet.bench.device_step import OpRecorder, profile_kernels
 from moet.bench.rig import Shape
 from moet.config import ModelSettings
-from moet.kernels import triton_mla_attention
+from moet.kernels import device_latents, triton_mla_attention
+from moet.kernels.comm import added
 from moet.kernels.device_gemm import Device
+from moet.kernels.mixture import Mixture
 from moet.kernels.quant import Activations
 from moet.kernels.registry import watching
 from moet.models.base import ForwardInput
 from moet.models.dummy import DummyOptions
 from moet.models.glm_moe_dsa import GlmMoeDsa
 from moet.models.glm_moe_dsa_config import GlmMoeDsaConfig
+from moet.models.sharding import WHOLE, Shard
 from moet.models.synthetic_glm import MODEL_NAME
 from moet.runtime.device_runner import Placement
 from moet.runtime.dummy import DummyModel, dummy_model, preset_config
 from moet.runtime.queues import CudaGraphs, CudaQueue
 
 RESULTS = Path(__file__).parent / "results" / "step_glm.json"
-PARTS = ("exact", "variants", "decode", "ops", "prompts", "long")
+PARTS = ("exact", "variants", "decode", "ops", "prompts", "chunk", "long")
+PROMPT = 8192
 CONTEXT, LONG = 1024, 262_144
 DECODE = ((1, 1), (1, 3), (8, 1), (32, 1))
 EXACT_TOKENS = 2600  # more than are selected, so that the last rows choose
+
+
+class Echo:
+    """The Comm of a rank whose others have what it has itself: what it computes costs the same."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+
+    def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return x.to(dtype or x.dtype)
+
+    def sum_on_read(self, x: Tensor | Mixture, dtype: torch.dtype | None = None) -> Tensor:
+        return self.sum(added(x), dtype)
+
+    def gather(self, x: Tensor) -> Tensor:
+        return x.repeat(1, self.num_ranks)
+
+    def receive(self, like: Tensor) -> Tensor:
+        raise AssertionError("there is one stage")
+
+    def send(self, x: Tensor) -> None:
+        raise AssertionError("there is one stage")
+
+    def from_last(self, x: Tensor) -> Tensor:
+        return x
 
 
 class Tracer:
@@ -225,6 +258,37 @@ def decode_rows(bench: Bench, rig: DeviceRig, layers: int, num_steps: int) -> No
             bench.add(case, times.step_ms, "ms/step", note=note)
 
 
+def chunk_rows(bench: Bench, rig: DeviceRig, layers: int, ranks: int) -> None:
+    """A prompt of one chunk, its attention by tiles and by the kernel of chunks, and what each of
+    its kernels takes of a layer; the logits' bits, and the memory that it needs."""
+    kept = device_latents.MANY_ROWS
+    label = f"chunk of {PROMPT}, {ranks} ranks"
+    for name, many in (("chunk kernel", kept), ("tiles", 1 << 30)):
+        with bench.part(f"{label}, {name}"):
+            device_latents.MANY_ROWS = many
+            rig.time_prompt(PROMPT, PROMPT)
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            taken_ms = 1e3 * median(rig.time_prompt(PROMPT, PROMPT) for _ in range(3))
+            peak = torch.cuda.max_memory_allocated() - before
+            note = f"{taken_ms:.1f} ms; {taken_ms / layers:.2f} ms a layer; bits {bits(rig):x}; "
+            note += f"{peak / GIB:.3f} GiB above the rest, {peak / PROMPT:.0f} B a token"
+            rate = PROMPT / taken_ms * 1e3
+            bench.add(f"{label}, {name}", rate, "tokens/s", better="higher", note=note)
+            kernels = profile_kernels(lambda: rig.time_prompt(PROMPT, PROMPT), 1)
+            for kernel in kernels[:32]:
+                case = kernel.name.replace("(anonymous namespace)::", "")[:60]
+                note = f"{kernel.num_launches:.0f} launches"
+                bench.add(f"{label}, {name}: {case}", kernel.time_us / 1e3, "ms", note=note)
+    device_latents.MANY_ROWS = kept
+
+
+def bits(rig: DeviceRig) -> int:
+    """A sum over the state that a changed bit changes."""
+    sums = [tensor.view(torch.int64).sum() for tensor in rig.kv.tensors.values()]
+    return int(torch.stack(sums).sum()) & 0xFFFFFFFFFFFF
+
+
 def long_rows(bench: Bench, rig: DeviceRig, num_steps: int) -> None:
     """A step at a long context against one at the usual context."""
     with bench.part(f"context {LONG}"):
@@ -261,6 +325,8 @@ def rig_rows(
     if "prompts" in args.parts:
         prompt_rows(bench, rig, {8192: None}, 2048)
         prompt_rows(bench, rig, {8192: None}, 8192)
+    if "chunk" in args.parts:
+        chunk_rows(bench, rig, args.layers, args.ranks)
     if "long" in args.parts:
         long_rows(bench, rig, args.steps)
 
@@ -271,6 +337,8 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=22, help="take the first ones")
     parser.add_argument("--kv", choices=("fp8", "nvfp4"), default="nvfp4")
     parser.add_argument("--dense", choices=("fp8", "bf16"), default="fp8")
+    parser.add_argument("--ranks", type=int, choices=(1, 2, 4), default=1)
+    parser.add_argument("--latent-chunks", action=argparse.BooleanOptionalAction, default=None)
     parser.add_argument("--steps", type=int, default=30, help="timed steps of each row")
     parser.add_argument("--commit", default="", help="what to call the sources that are measured")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -284,6 +352,8 @@ def main() -> None:
     args = arguments()
     torch.manual_seed(0)
     device = open_gpu()
+    if args.latent_chunks is not None:
+        device = replace(device, latent_chunks=args.latent_chunks)
     began_s = perf_counter()
     recorder = OpRecorder()
     tracer = Tracer(recorder)
@@ -296,6 +366,7 @@ def main() -> None:
             device,
             kv_dtype=args.kv,
             options=DummyOptions(seed=0, skew=0.5),
+            shard=WHOLE if args.ranks == 1 else Shard(0, args.ranks, comm=Echo(args.ranks)),
         )
     torch.cuda.synchronize()
     weights_bytes = torch.cuda.memory_allocated()
@@ -306,6 +377,7 @@ def main() -> None:
         {
             "model": f"{MODEL_NAME}, {args.layers} layers, w2, {args.dense} dense, {args.kv} KV, "
             "dummy weights of seed 0 and skew 0.5 (moet/models/dummy.py)",
+            "ranks": args.ranks,
             "weights_bytes": weights_bytes,
         },
     )

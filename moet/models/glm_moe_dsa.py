@@ -214,6 +214,7 @@ class Attention:
         return self.o.on_read(self._values(mixed, self.w_uv, quantised=self.o.quantised)), selection
 
 
+        del query, index_query, projected  # much of a chunk's memory
 def _absorbed(
     weights: Weights, heads: int, nope: int, value: int, latent: int
 ) -> tuple[HeadMatrices, HeadMatrices]:
