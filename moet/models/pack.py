@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +165,11 @@ class Pack:
         row = self.experts.row(layer_idx, expert_id)
         return self.folder / rows_name(tier), row * self.format(tier).row_bytes
 
+    def row_digests(self, tier: Tier) -> Sequence[str]:
+        """sha256 of each expert's row, in hexadecimal digits, in the order of the file."""
+        digests: list[str] = self._checksums()[rows_name(tier)]
+        return digests
+
     def read_layer(self, tier: Tier, layer_idx: int, out: Tensor) -> None:
         """Read a layer's rows into out, [num_experts, row_bytes] uint8, contiguous."""
         path, offset = self.row_place(tier, layer_idx, 0)
@@ -176,16 +181,19 @@ class Pack:
 
         Raises CheckpointError naming the tensors or experts that are damaged.
         """
-        checksums = json.loads((self.folder / CHECKSUMS_NAME).read_text("utf-8"))
         damaged = [
             name
-            for name, digest, data in self._pieces(checksums)
+            for name, digest, data in self._pieces(self._checksums())
             if digest != _done(data, progress)
         ]
         if damaged:
             raise CheckpointError(
                 f"{self.folder}: checksums differ for {some_of(damaged)}; {_REMEDY}"
             )
+
+    def _checksums(self) -> dict[str, Any]:
+        value: dict[str, Any] = json.loads((self.folder / CHECKSUMS_NAME).read_text("utf-8"))
+        return value
 
     def _pieces(self, checksums: Mapping[str, Any]) -> Iterator[tuple[str, str, Tensor]]:
         for name, digest in checksums[DENSE_NAME].items():

@@ -49,6 +49,7 @@ def open_store(
         form.row_bytes,
         name_of=lambda row: row_name(pack, row),
         num_readers=num_readers,
+        digests=pack.row_digests(tier),
     )
     host = HostTier(arena, disk, read_timeout_s=read_timeout_s)
     ranked = list(dict.fromkeys([*heat, *range(experts.num_rows)]))

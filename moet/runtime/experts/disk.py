@@ -5,6 +5,7 @@ Knows a file, a row size and buffers that it is handed; knows nothing of experts
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -41,10 +42,12 @@ class RowFile:
         stride_bytes: int | None = None,
         offset_bytes: int = 0,
         begin: Callable[[], None] = lambda: None,
+        digests: Sequence[str] = (),
     ) -> None:
         """name_of: what a row is called in an error. direct: past the page cache. A row is the
         row_bytes from offset_bytes on of every stride_bytes; None: rows have no gaps. begin: what
-        each reading thread does first."""
+        each reading thread does first. digests: sha256 of each row in hexadecimal digits, which its
+        first reading is compared with; a later one finds the same bytes, or the drive says so."""
         assert row_bytes % ALIGNMENT_BYTES == 0
         self.path = path
         self.row_bytes = row_bytes
@@ -53,6 +56,7 @@ class RowFile:
         assert self._stride_bytes % ALIGNMENT_BYTES == offset_bytes % ALIGNMENT_BYTES == 0
         self._name_of = name_of
         self._preadv = preadv
+        self._digests, self._is_checked = digests, bytearray(len(digests))
         self._file = _open(path) if direct else os.open(path, os.O_RDONLY)
         self._threads = ThreadPoolExecutor(num_readers, "moet-expert-read", begin)
 
@@ -87,6 +91,10 @@ class RowFile:
                 if count < ALIGNMENT_BYTES:
                     raise self._error(row, f"ends after {done + count} of {self.row_bytes} bytes")
         self.num_bytes_read += self.row_bytes
+        if self._digests and not self._is_checked[row]:
+            if hashlib.sha256(out).hexdigest() != self._digests[row]:
+                raise self._error(row, "its checksum is not the pack's; moet verify tells them all")
+            self._is_checked[row] = 1
 
     def _error(self, row: int, what: str) -> ExpertReadError:
         return ExpertReadError(f"{self.path}, row {row} ({self._name_of(row)}): {what}")

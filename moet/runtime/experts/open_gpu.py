@@ -121,7 +121,10 @@ def open_cached(
 
 
 def row_files(pack: Pack, tier: Tier, shard: Shard) -> tuple[ExpertRows, Callable[..., RowFile]]:
-    """The rows that a rank has, and what opens the file of them; its arguments are RowFile's."""
+    """The rows that a rank has, and what opens the file of them; its arguments are RowFile's.
+
+    Parts of rows have no checksums.
+    """
     whole = pack.format(tier)
     form, first, _ = share_of(whole, shard)
     path, _ = pack.row_place(tier, pack.experts.layers[0], 0)
@@ -132,6 +135,7 @@ def row_files(pack: Pack, tier: Tier, shard: Shard) -> tuple[ExpertRows, Callabl
         name_of=lambda row: row_name(pack, row),
         stride_bytes=whole.row_bytes,
         offset_bytes=first * whole.sub_row_bytes,
+        digests=pack.row_digests(tier) if shard.size == 1 else (),
     )
     return form, opens
 

@@ -38,12 +38,13 @@ class PlainRows:
 
 class Disk:
     """Stands in for preadv. Rows in `bad` fail with EIO, rows in `cut` end early, rows in `slow`
-    take slow_s; `short` gives at most so many bytes a call."""
+    take slow_s, rows in `damaged` have a wrong byte; `short` gives at most so many bytes a call."""
 
     def __init__(self) -> None:
         self.bad: set[int] = set()
         self.cut: set[int] = set()
         self.slow: set[int] = set()
+        self.damaged: set[int] = set()
         self.slow_s = 0.05
         self.short: int | None = None
         self.order: list[int] = []
@@ -59,7 +60,10 @@ class Disk:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         if row in self.cut:
             return 0 if offset % ROW_BYTES else os.preadv(file, [buffers[0][:4096]], offset)
-        return os.preadv(file, [buffers[0][: self.short]], offset)
+        count = os.preadv(file, [buffers[0][: self.short]], offset)
+        if row in self.damaged:
+            buffers[0][count // 2] ^= 1
+        return count
 
 
 class Rig:
@@ -81,6 +85,7 @@ class Rig:
             name_of=lambda row: f"expert {row % NUM_EXPERTS}",
             num_readers=num_readers,
             preadv=self.disk.preadv,
+            digests=[digest.hex() for digest in self.checksums],
         )
         return HostTier(Arena(num_places, ROW_BYTES), file, read_timeout_s=timeout_s)
 

@@ -95,6 +95,7 @@ def test_short_reads_are_read_on(rig: Rig) -> None:
         ("bad", "Input/output error"),
         ("cut", "ends after 4096 of 8192 bytes"),
         ("slow", "not read after 0.1 s"),
+        ("damaged", "its checksum is not the pack's"),
     ],
 )
 def test_a_row_that_cannot_be_read_is_named_and_costs_nothing_else(
