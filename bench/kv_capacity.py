@@ -34,6 +34,7 @@ RESULTS = Path(__file__).parent / "results" / "kv_capacity.json"
 GIB = 1 << 30
 TARGET = 0.95
 PROMPT = 8192
+SPARE_BYTES = 256 << 20  # that a step is left with, which is not enough
 
 
 def folder_of(model: str, num_layers: int | None, folder: Path) -> Path:
@@ -46,15 +47,28 @@ def folder_of(model: str, num_layers: int | None, folder: Path) -> Path:
     return folder
 
 
-def run_prompt(core: EngineCore) -> None:
-    """A prompt of a whole chunk and some tokens behind it."""
+def run_prompt(core: EngineCore) -> str | None:
+    """A prompt of a whole chunk and some tokens behind it. Returns its error, if it ends in one."""
     tokens = torch.randint(2, 100_000, (PROMPT,), generator=torch.Generator().manual_seed(0))
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     core.submit(Request(request_id="r", prompt_token_ids=tokens.tolist(), params=params))
     while core.has_work:
         for event in core.step():
             if event.error:
-                raise RuntimeError(event.error)
+                return event.error
+    return None
+
+
+def starved(core: EngineCore) -> str:
+    """What a request is told where something else has taken the memory that steps need, and whether
+    the next one is answered once it is free again."""
+    torch.cuda.empty_cache()
+    free_bytes, _ = torch.cuda.mem_get_info()
+    taken = torch.empty(max(0, free_bytes - SPARE_BYTES), dtype=torch.uint8, device="cuda")
+    told = run_prompt(core)
+    del taken
+    torch.cuda.empty_cache()
+    return f"short of memory: {told!r}; afterwards: {run_prompt(core) or 'answered'}"
 
 
 def main() -> None:
@@ -64,16 +78,22 @@ def main() -> None:
     parser.add_argument("--kv", choices=("fp8", "nvfp4"), default="nvfp4")
     parser.add_argument("--max-num-seqs", type=int, default=4)
     parser.add_argument("--drafts", type=int, default=2)
+    parser.add_argument("--eager", action="store_true", help="capture no graphs")
+    parser.add_argument("--grows", action="store_true", help="let the allocator's segments grow")
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s", stream=sys.stdout)
+    if args.grows:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     device = open_gpu()
     began_s = perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         config = EngineConfig(
             model=str(folder_of(args.model, args.layers, Path(folder))),
-            target=TargetConfig(device="cuda", weights="dummy", dummy_skew=0.5),
+            target=TargetConfig(
+                device="cuda", weights="dummy", dummy_skew=0.5, enforce_eager=args.eager
+            ),
             cache=CacheConfig(kv_dtype=args.kv, prefix_cache="off"),
             scheduler=SchedulerConfig(
                 max_num_seqs=args.max_num_seqs,
@@ -83,14 +103,22 @@ def main() -> None:
         )
         core = load_core(config, lambda stage, share: None)
     started_s = perf_counter() - began_s
-    run_prompt(core)
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    error = run_prompt(core)
+    if error is not None:
+        raise RuntimeError(error)
     torch.cuda.synchronize()
+    step_bytes = torch.cuda.max_memory_allocated() - held
+    gaps = torch.cuda.max_memory_reserved() - torch.cuda.max_memory_allocated()
     info = core.info()
     unused, _ = torch.cuda.mem_get_info(device.torch_device)
     tokens, held = info.num_pages * info.page_size, info.kv_cache_bytes
     note = (
         f"{tokens} tokens of {held / tokens:.0f} B; {unused / GIB:.2f} GiB were never touched; "
-        f"started in {started_s:.1f} s, window {info.max_model_len}"
+        f"started in {started_s:.1f} s, window {info.max_model_len}; a chunk of {PROMPT} took "
+        f"{step_bytes / GIB:.3f} GiB, {step_bytes / PROMPT:.0f} B a token; {gaps / GIB:.2f} GiB "
+        "lay between what was used"
     )
     label = f"{args.model}, {args.layers} layers, {args.kv} KV, {args.drafts} drafts"
     row = Row(
@@ -103,6 +131,7 @@ def main() -> None:
         note=note,
     )
     print(row, flush=True)
+    print(starved(core), flush=True)
     command = " ".join(["python -m bench.kv_capacity", *sys.argv[1:]])
     content = report(command, [row], hardware=torch.cuda.get_device_name())
     content["commit"] = args.commit or content["commit"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import traceback
 from time import perf_counter
 
 import torch
@@ -348,6 +349,14 @@ def fail(result: StepResult, indices: list[int], error: Exception) -> None:
     """The step's sequences end; the engine goes on."""
     logger.error("a step of %d sequences failed", len(indices), exc_info=error)
     message = f"the step failed: {type(error).__name__}: {error}"
+    if isinstance(error, torch.OutOfMemoryError):
+        traceback.clear_frames(error.__traceback__)  # which hold all that the step had made
+        message = (
+            "the device has no memory left for a step like this one "
+            f"({str(error).removeprefix('CUDA out of memory. ').split('. ')[0]}). Lower "
+            "--max-num-batched-tokens, which a step needs memory for, or --kv-cache-memory, which "
+            "leaves steps the rest"
+        )
     result.errors.update(dict.fromkeys(indices, message))
     result.failed = True
 
