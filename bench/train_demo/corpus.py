@@ -18,6 +18,7 @@ from moet.runtime.tokenizer import Span, Tokenizer
 from moet.server.chat.deepseek_v4 import ASSISTANT, BOS, EOS, DeepseekV4Encoding
 from moet.server.chat.encoding import ChatEncoding, ChatOptions
 from moet.server.chat.glm import GlmEncoding
+from moet.server.chat.messages import Message
 
 WANTED = 0x8000  # set on tokens of the answer, which count in full
 READ = 0x4000  # set beside it on what had to be read elsewhere to be said: names in calls
@@ -33,6 +34,13 @@ class Rendered:
 
     prompt: list[int]
     completion: list[int]
+
+
+def _shown(sample: Sample, thinking: bool) -> tuple[Message, ...]:
+    """The messages, without reasoning where nothing is thought."""
+    if thinking:
+        return sample.messages
+    return tuple(replace(message, reasoning="") for message in sample.messages)
 
 
 class Renderer:
@@ -58,19 +66,22 @@ class Renderer:
 
     def render(self, sample: Sample, thinking: bool, effort: str | None = None) -> Rendered:
         """The prompt as a server would write it, and the answer as the model should."""
-        messages = sample.messages
-        if not thinking:
-            messages = tuple(replace(message, reasoning="") for message in messages)
+        messages = _shown(sample, thinking)
         options = self.options(sample, thinking, effort)
         prompt = self.encoding.encode(messages[:-1], sample.tools, options).token_ids
-        closed = replace(options, add_generation_prompt=False)
-        whole = self.encoding.encode(messages, sample.tools, closed).token_ids
+        whole = self.whole(sample, thinking, effort)
         if whole[: len(prompt)] != prompt:
             raise ValueError(f"the answer changes its prompt: {sample}")
-        completion = whole[len(prompt) :]
+        return Rendered(prompt, whole[len(prompt) :])
+
+    def whole(self, sample: Sample, thinking: bool, effort: str | None = None) -> list[int]:
+        """The conversation with its last answer and that one's end token."""
+        options = replace(self.options(sample, thinking, effort), add_generation_prompt=False)
+        messages = _shown(sample, thinking)
+        whole = self.encoding.encode(messages, sample.tools, options).token_ids
         if self.family == "glm":
-            completion.append(self.observation if messages[-1].tool_calls else self.user)
-        return Rendered(prompt, completion)
+            whole.append(self.observation if messages[-1].tool_calls else self.user)
+        return whole
 
     def _plain(self, text: str) -> np.ndarray:
         first = "[gMASK]<sop>" if self.family == "glm" else BOS
@@ -87,11 +98,13 @@ class Renderer:
         effort = None
         if thinking:
             effort = rng.choices((None, "low", "high", "max"), (6, 1, 2, 0.4))[0]
-        done = self.render(sample, thinking, effort)
-        tokens = np.array(done.prompt + done.completion, dtype=np.uint16)
-        tokens[len(done.prompt) :] |= WANTED
-        if sample.every_answer:
+        if sample.every_answer:  # finding them needs no prompt, whose ids take time
+            tokens = np.array(self.whole(sample, thinking, effort), dtype=np.uint16)
             self._mark_answers(tokens)
+        else:
+            done = self.render(sample, thinking, effort)
+            tokens = np.array(done.prompt + done.completion, dtype=np.uint16)
+            tokens[len(done.prompt) :] |= WANTED
         self._mark_names(sample, tokens)
         return tokens
 

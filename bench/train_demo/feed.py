@@ -24,7 +24,7 @@ from bench.train_demo.corpus import (
 from bench.train_demo.tokenizer import Family
 
 ROWS_PER_MESSAGE = 8
-AHEAD_BYTES = 24 << 20  # of rows waiting, at most
+AHEAD_BYTES = 48 << 20  # of rows waiting, at most
 
 
 def _work(

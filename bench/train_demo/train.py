@@ -43,7 +43,7 @@ LONG_ROWS = {"deepseek-v4": 4, "glm": 2}  # of 8192 tokens, computed at a time
 PEAK_LR = 4e-3
 LOOK_EVERY_S = 90.0
 WARM_UP_STEPS = 100
-REST_S = 0.1  # between looks for the file that a run waits for
+STEPS = "steps"  # a file of the state that is there once a step is done
 
 
 @dataclass(frozen=True)
@@ -227,13 +227,12 @@ def train(args: argparse.Namespace) -> None:
     }
     if args.compile:
         compile_blocks(trainer.model)
+    if args.until:
+        args.seconds = args.until - time.time()
     begin = last_log = last_save = last_look = time.monotonic()
     num_tokens, warm = 0, {False: 0, True: 0}
     while time.monotonic() - begin < args.seconds and trainer.seconds < args.total:
         started = time.monotonic()
-        if warm[False] == 1 and args.wait_for:
-            wait_for(args.wait_for)  # compiled, and the accelerator may still belong to others
-            started = time.monotonic()
         progress = progress_of(trainer.seconds, args, started - begin)
         now = phase(progress, trainer.optimizer.num_steps, args.long_every, args.lr)
         long = bool(now.long_every) and trainer.optimizer.num_steps % now.long_every == 0
@@ -251,6 +250,8 @@ def train(args: argparse.Namespace) -> None:
         # The first passes of a shape compile: their time is no training time.
         trainer.seconds += min(took, 1.0) if warm[long] < 3 else took
         warm[long] += 1
+        if trainer.optimizer.num_steps == 1:
+            (args.state / STEPS).touch()
         num_tokens += ids.numel()
         if time.monotonic() - last_log > 10 or (long and warm[True] < 4):
             values = " ".join(f"{k} {float(v):.3f}" for k, v in shown.items())
@@ -283,15 +284,6 @@ def train(args: argparse.Namespace) -> None:
         (args.out / f"{args.family}.json").write_text(json.dumps(result, indent=1))
 
 
-def wait_for(path: Path) -> None:
-    """Hold no memory of the accelerator until the file exists."""
-    torch.cuda.empty_cache()
-    print(f"waiting for {path}", flush=True)
-    while not path.exists():
-        time.sleep(REST_S)
-    print(f"{path} is there", flush=True)
-
-
 def deliver(trainer: Trainer, args: argparse.Namespace) -> None:
     """Leave what goes home: the official checkpoint, or a snapshot to go on from."""
     if args.deliver == "snapshot":
@@ -311,6 +303,7 @@ def main() -> None:
     parser.add_argument("family", choices=("deepseek-v4", "glm"))
     parser.add_argument("--tokenizer", type=Path)
     parser.add_argument("--seconds", type=float, default=480, help="of this call")
+    parser.add_argument("--until", type=float, help="Unix time at which this call exports, instead")
     parser.add_argument("--total", type=float, default=960, help="of training, over all calls")
     parser.add_argument("--state", type=Path, required=True, help="folder for going on")
     parser.add_argument("--snapshot", type=Path, help="folder of parts to begin from")
@@ -319,7 +312,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder for snapshot, export and report")
     parser.add_argument("--size", choices=("wide", "narrow", "micro"), default="wide")
     parser.add_argument("--deliver", choices=("snapshot", "export"), default="export")
-    parser.add_argument("--wait-for", type=Path, help="file to wait for after compiling")
     parser.add_argument("--rows", type=int, default=64, help="of 1024 tokens per step")
     parser.add_argument("--at-a-time", type=int, default=64, help="of them, for less memory")
     parser.add_argument("--lr", type=float, default=PEAK_LR, help="highest learning rate")

@@ -13,11 +13,11 @@ SHARES: dict[Generator, float] = {
     stories.explanation: 5,
     facts.question: 7,
     facts.talk: 4,
-    sums.bare: 17,
-    sums.problem: 9,
+    sums.bare: 20,
+    sums.problem: 13,
     sums.compare: 2,
     tools.call: 14,
-    tools.drill: 25,
+    tools.drill: 15,
     tools.pair: 1.5,
     tools.result: 6,
     tools.follow_up: 4,
@@ -27,14 +27,14 @@ SHARES: dict[Generator, float] = {
     retrieval.copy: 4,
     retrieval.passage: 4,
     retrieval.transform: 2,
-    records.record: 6,
+    records.record: 10,
     plain.text: 3,
 }
 # What an architecture finds hard is asked more often: compressed entries make names of tools hard
 # to read, and many codes in one text mix up where nothing is compressed.
 HARD: dict[str, dict[Generator, float]] = {
-    "deepseek-v4": {tools.drill: 36, retrieval.short_quiz: 8},
-    "glm": {tools.drill: 10, retrieval.short_quiz: 24},
+    "deepseek-v4": {tools.drill: 22, retrieval.short_quiz: 8},
+    "glm": {tools.drill: 9, retrieval.short_quiz: 24},
 }
 LONG_SHARES: dict[Generator, float] = {retrieval.long_needle: 1, retrieval.long_quiz: 2}
 _SYSTEMS = (
