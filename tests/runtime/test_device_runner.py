@@ -281,6 +281,8 @@ def test_a_failing_chunk_ends_its_sequences_and_no_others() -> None:
     def refuse(inputs: Any) -> None:
         if 63 in inputs.token_ids.tolist():
             raise RuntimeError("no")
+        if 62 in inputs.token_ids.tolist():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 MiB. GPU 0 has")
 
     core = placed_core(
         if 62 in inputs.token_ids.tolist():
@@ -293,6 +295,11 @@ def test_a_failing_chunk_ends_its_sequences_and_no_others() -> None:
     events = drain(core)
     assert "RuntimeError: no" in (events["b"][-1].error or "")
     assert tokens_of([*first, *events["a"]]) == expected_greedy([1, 2, 3], 8, FakeModel())
+    core.submit(request("c", [62] * 3, max_tokens=3))
+    told = drain(core)["c"][-1].error or ""
+    assert "Tried to allocate 9 MiB). Lower --max-num-batched-tokens" in told
+    core.submit(request("d", [1, 2, 3], max_tokens=3))
+    assert tokens_of(drain(core)["d"]) == expected_greedy([1, 2, 3], 3, FakeModel())
 
 
     core.submit(request("c", [62] * 3, max_tokens=3))
