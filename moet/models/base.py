@@ -3,14 +3,16 @@ it reads. Nothing here knows a particular model, a request or a memory budget.""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
 from moet.errors import ConfigError
 from moet.kernels.moe import ExpertTable
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,3 +167,13 @@ class DraftingModel(Model, Protocol):
         of `forward` or of a previous draft. Logits are those of the token at positions + 2.
         """
         ...
+
+
+def finished(parts: Generator[None, None, Made]) -> Made:
+    """What work makes that stops between its parts, carried out to its end."""
+    while True:
+        try:
+            next(parts)
+        except StopIteration as end:
+            made: Made = end.value
+            return made

@@ -3,6 +3,7 @@ model. Tensors to logits; knows nothing of scheduling."""
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -35,6 +36,7 @@ from moet.models.base import (
     KVTensors,
     ModelOutput,
     TensorSource,
+    finished,
 )
 from moet.models.deepseek_v4_cache import (
     PAGE_SIZE,
@@ -636,20 +638,35 @@ class DeepseekV4:
         """A step on tensors alone: with rows.short on a GPU no decision is the host's, so that it
         can be captured. token_ids: [n] int64. logits_indices: as in ForwardInput; None: all rows.
         """
-        streams = self.run(token_ids, rows, kv, experts)
-        return ModelOutput(self._logits(self.head, _chosen(streams, logits_indices)), streams)
+        return finished(self.compute_parts(token_ids, rows, logits_indices, kv, experts))
 
-    def run(self, token_ids: Tensor, rows: Rows, kv: KVTensors, experts: ExpertProvider) -> Tensor:
-        """The layers alone, without a host decision if the ops make none. Returns [n, h, dim]."""
+    @property
+    def num_parts(self) -> int:
+        """Of compute_parts: a layer each. Stages wait for one another, and so have but one."""
+        return len(self.layers) if self.shard.num_stages == 1 else 1
+
+    def compute_parts(
+        self,
+        token_ids: Tensor,
+        rows: Rows,
+        logits_indices: Tensor | None,
+        kv: KVTensors,
+        experts: ExpertProvider,
+    ) -> Generator[None, None, ModelOutput]:
+        """`compute`, which stops between its parts: steps of other sequences may run there."""
         step = Step(token_ids, rows, kv, self.tables)
         residual = Residual(self._enter(token_ids))
-        for layer in self.layers:
+        for n, layer in enumerate(self.layers, 1):
             layer(residual, step, experts)
+            if n < self.num_parts:
+                yield
+        last = self.layers[-1]
         if self.shard.is_last:
-            return self.layers[-1].finish(residual)
-        streams = self.layers[-1].hand_on(residual)
-        self.shard.comm.send(streams)
-        return streams
+            streams = last.finish(residual)
+        else:
+            streams = last.hand_on(residual)
+            self.shard.comm.send(streams)
+        return ModelOutput(self._logits(self.head, _chosen(streams, logits_indices)), streams)
 
     def _enter(self, token_ids: Tensor) -> Tensor:
         """The streams before this process's first layer: [n, h, dim]."""

@@ -6,6 +6,7 @@ paged groups: the latent rows of every layer, and index keys of the layers that 
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -45,6 +46,7 @@ from moet.kernels.stream_gemm import Launcher
     KVTensors,
     ModelOutput,
     TensorSource,
+    finished,
 )
 from moet.models.glm_moe_dsa_config import GlmMoeDsaConfig
 from moet.models.layers import Embedding, Linear, LMHead, Weights
@@ -214,7 +216,6 @@ class Attention:
         return self.o.on_read(self._values(mixed, self.w_uv, quantised=self.o.quantised)), selection
 
 
-        del query, index_query, projected  # much of a chunk's memory
 def _absorbed(
     weights: Weights, heads: int, nope: int, value: int, latent: int
 ) -> tuple[HeadMatrices, HeadMatrices]:
@@ -530,13 +531,31 @@ class GlmMoeDsa:
 
         token_ids: [n] int64. logits_indices: as in ForwardInput; None: all rows.
         """
+        return finished(self.compute_parts(token_ids, rows, logits_indices, kv, experts))
+
+    @property
+    def num_parts(self) -> int:
+        """Of compute_parts: a layer each. Stages wait for one another, and so have but one."""
+        return len(self.layers) if self.shard.num_stages == 1 else 1
+
+    def compute_parts(
+        self,
+        token_ids: Tensor,
+        rows: Rows,
+        logits_indices: Tensor | None,
+        kv: KVTensors,
+        experts: ExpertProvider,
+    ) -> Generator[None, None, ModelOutput]:
+        """`compute`, which stops between its parts: steps of other sequences may run there."""
         step = Step(token_ids, rows, kv, self.frequencies)
         x = self._enter(token_ids)
         y: Sublayer | None = None
         selection: Tensor | None = None
-        for layer in self.layers:
+        for n, layer in enumerate(self.layers, 1):
             inherited = None if layer.owns_indexer else selection
             x, y, selection = layer(x, y, step, inherited, experts)
+            if n < self.num_parts:
+                yield
         if self.norm is None:
             x = x if y is None else x + added(y)
             self.shard.comm.send(x)

@@ -193,11 +193,20 @@ class Batch:
     """Commands first, in order, then one forward pass over the rows (which may be none).
 
     The first num_decoding rows are those of sequences that decode.
+
+    A pass over prompts may be divided into parts that several steps carry, beside others' rows: the
+    first of these batches names its rows in `begins`, each says how many parts it carries, and the
+    one that ends it has them among its rows. One that ends it without a part gives it up: nobody
+    waits for it any more.
     """
 
     commands: list[Command]
     rows: list[Row]
     num_decoding: int = 0
+    begins: list[Row] = field(default_factory=list)
+    num_parts: int = 0
+    num_rows_passing: int = 0  # of the pass that num_parts are of
+    ends_pass: bool = False
 
     @property
     def num_tokens(self) -> int:

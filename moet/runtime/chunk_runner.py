@@ -6,13 +6,13 @@ through the same tensor operations as those of captured steps, and results are r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from moet.models.base import ExpertProvider, KVTensors
+from moet.models.base import ExpertProvider, KVTensors, finished
 from moet.runtime.chunk_drafts import ChunkDrafts
 from moet.runtime.chunks import Chunk, Placed, last_rows
 from moet.runtime.device_sampler import Kind
@@ -59,27 +59,36 @@ class ChunkRunner:
 
         settled: called when all is queued but the proposals, whose rows are written over others'.
         """
-        sampled = [chunk for chunk in chunks if chunk.kind is not None]
         with self.queue.working(), torch.inference_mode():
-            started = self.queue.moment()
-            token_ids, rows = self._placed.rows(chunks)
-            indices = self._placed.send(last_rows(chunks, sampled))
-            output = self.model.compute(token_ids, rows, indices, self.kv, self.experts)
-            step = self._finish(sampled, output.logits)
-            drafts, proposing = self._drafts, list[Chunk]()
-            if drafts is not None:
-                made = step.out[1:, 0]
-                proposing = drafts.extend(chunks, rows, output.hidden_states, made)
-            settled()
-            proposed = None
-            if drafts is not None and proposing:
-                proposed = self._bring_back(drafts.propose(proposing))
-            out = self._bring_back(step.out)
-            reports = None
-            if any(chunk.told for chunk in sampled):
-                step.report(self.state, output.logits)
-                reports = self._bring_back(step.reports)
-            ended = self.queue.moment()
+            return finished(self.parts(chunks, settled))
+
+    def parts(
+        self, chunks: Sequence[Chunk], settled: Callable[[], None] = lambda: None
+    ) -> Generator[None, None, PendingChunks]:
+        """`launch` in as many parts as the model has; steps that name none of these sequences may
+        be queued between them. To be carried on where queue and inference mode are set."""
+        sampled = [chunk for chunk in chunks if chunk.kind is not None]
+        started = self.queue.moment()
+        token_ids, rows = self._placed.rows(chunks)
+        indices = self._placed.send(last_rows(chunks, sampled))
+        output = yield from self.model.compute_parts(
+            token_ids, rows, indices, self.kv, self.experts
+        )
+        step = self._finish(sampled, output.logits)
+        drafts, proposing = self._drafts, list[Chunk]()
+        if drafts is not None:
+            made = step.out[1:, 0]
+            proposing = drafts.extend(chunks, rows, output.hidden_states, made)
+        settled()
+        proposed = None
+        if drafts is not None and proposing:
+            proposed = self._bring_back(drafts.propose(proposing))
+        out = self._bring_back(step.out)
+        reports = None
+        if any(chunk.told for chunk in sampled):
+            step.report(self.state, output.logits)
+            reports = self._bring_back(step.reports)
+        ended = self.queue.moment()
         places = [proposing.index(c) if c in proposing else None for c in sampled]
         return PendingChunks(places, out, reports, proposed, started, ended)
 

@@ -161,7 +161,15 @@ class EngineCore:
         )
         self._launcher = self._runner if isinstance(self._runner, DeviceRunner) else None
         meter = CostMeter() if placement is not None and scheduler.num_spec_tokens else None
-        self._scheduler = Scheduler(scheduler, memory, self._counters, meter)
+        runner = self._launcher
+        self._scheduler = Scheduler(
+            scheduler,
+            memory,
+            self._counters,
+            meter,
+            num_parts=1 if runner is None else runner.num_parts,
+            divisible=(lambda row: True) if runner is None else runner.is_divisible,
+        )
         self._grammars = grammars
         self._compiling: dict[str, _Compiling] = {}
         self._in_flight: deque[tuple[Batch, PendingResult]] = deque()

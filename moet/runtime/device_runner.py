@@ -7,7 +7,7 @@ queued meanwhile. Parts of one batch belong to different sequences, so their ord
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -16,18 +16,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moet.models.base import DraftingModel, ExpertProvider, Model
+from moet.models.base import DraftingModel, ExpertProvider, Model, finished
 from moet.runtime.batch import Batch, Row, StepResult
 from moet.runtime.captured_target import CapturedTarget
 from moet.runtime.chunk_runner import ChunkRunner, PendingChunks
 from moet.runtime.chunks import Chunk
 from moet.runtime.device_sampler import kind_of, read_report
+from moet.runtime.divided_pass import DividedPass
 from moet.runtime.drawn_drafts import DrawnDrafts
 from moet.runtime.experts.precision import PrecisionSet
 from moet.runtime.graph_runner import GraphRunner, StepModel
 from moet.runtime.kv_cache import KVCache
 from moet.runtime.model_runner import NAN_MESSAGE, ModelRunner, fail
-from moet.runtime.queues import Capture, Queue
+from moet.runtime.queues import Capture, Moment, Queue
 from moet.runtime.sampler import Proposal, SamplerState
 from moet.runtime.step_drafts import StepDraftModel
 from moet.runtime.step_ring import PendingStep, StepOutput
@@ -132,6 +133,8 @@ class DeviceRunner:
             arch=placement.arch,
             drafts=self.graphs.drafts,
         )
+        self._pass: DividedPass | None = None
+        self.num_parts = model.num_parts
         drafts = self.graphs.drafts
         self._drawn = None if drafts is None else DrawnDrafts(drafts.drafter.probs)
         self.queue.settle()  # what is set up so far was launched elsewhere
@@ -157,6 +160,8 @@ class DeviceRunner:
         with self.queue.working():
             if self._drawn is not None:
                 self._drawn.follow(batch.commands)
+            if self._pass is not None and batch.num_parts and self._pass.is_touched(batch.commands):
+                self._pass.finish()
             self.eager.commands(batch.commands)
             decoding, chunks, others = self._parts(batch, self.eager.sound_rows(batch.rows, result))
             try:
@@ -168,19 +173,54 @@ class DeviceRunner:
                 fail(result, decoding, error)
             try:
                 if chunks:
-                    rows = [batch.rows[i] for i in chunks]
                     pending.chunked = chunks
-                    pending.chunks = self._chunks.launch(
-                        [_chunk(row) for row in rows], partial(self.eager.save_snapshots, rows)
-                    )
+                    pending.chunks = finished(self._chunk_parts([batch.rows[i] for i in chunks]))
             except Exception as error:
                 fail(result, chunks, error)
+            if batch.begins:
+                self._begin_pass(batch.begins)
+            self._go_on(batch, pending)
             if others:
                 started_s = perf_counter()
                 self.eager.run_rows(batch.rows, others, result)
                 self._take_fault(others, result)
                 result.device_s = perf_counter() - started_s
         return pending
+
+    def _chunk_parts(self, rows: list[Row]) -> Generator[None, None, PendingChunks]:
+        chunks = [_chunk(row) for row in rows]
+        return self._chunks.parts(chunks, partial(self.eager.save_snapshots, rows))
+
+    def _begin_pass(self, rows: list[Row]) -> None:
+        """Rows that could not be set up stay out of it; their results say why."""
+        assert self._pass is None
+        sound = [i for i, row in enumerate(rows) if row.seq.fault is None]
+        there = [rows[i] for i in sound]
+        self._pass = DividedPass(
+            self._chunk_parts(there),
+            slots=[row.slot for row in there],
+            indices=sound,
+            queue=self.queue,
+            fault=self._fault,
+        )
+
+    def _go_on(self, batch: Batch, pending: PendingBatch) -> None:
+        """Carry out what a batch has of a divided pass."""
+        divided = self._pass
+        if divided is None:
+            return
+        if not batch.ends_pass:
+            if batch.num_parts:
+                pending.part = divided.advance(batch.num_parts)
+            return
+        self._pass = None
+        if not batch.num_parts or not divided.indices:
+            return
+        divided.finish()
+        pending.chunked = [batch.num_decoding + i for i in divided.indices]
+        pending.chunks = divided.made
+        if divided.error is not None:
+            fail(pending.made, list(pending.chunked), divided.error)
 
     def _launch_step(self, rows: list[Row]) -> PendingStep:
         if self._drawn is not None:
@@ -196,6 +236,8 @@ class DeviceRunner:
         chunks: list[int] = []
         others: list[int] = []
         for i in indices:
+            if batch.ends_pass and i >= batch.num_decoding:
+                continue
             row = batch.rows[i]
             if row.first_logprob >= 0 or not self._is_usual(row):
                 others.append(i)
@@ -211,6 +253,11 @@ class DeviceRunner:
         """Whether graphs and chunks have the experts that a row's policy names."""
         policy = self._precisions.policy(row.seq.request.params.precision)
         return self._precisions.is_usual(policy, of_prompt=row.start < row.seq.prompt_len)
+
+    def is_divisible(self, row: Row) -> bool:
+        """Whether a row of a prompt may be part of a divided pass: chunks have to take it."""
+        known = row.token_ids is not None and not row.num_drafts and row.first_logprob < 0
+        return known and self._is_usual(row)
 
     def _take_fault(self, indices: list[int], result: StepResult) -> None:
         """What kernels have reported of passes that are over."""
@@ -246,11 +293,16 @@ class PendingBatch:
     step: PendingStep | None = None
     chunked: Sequence[int] = ()
     chunks: PendingChunks | None = None
+    part: tuple[Moment, Moment] | None = None  # of a divided pass: when it begins and ends
 
     def result(self) -> StepResult:
         """What the batch made. To be called once, in the order of the launches."""
         if self.step is not None:
             self._take(self.decoded, self.step.result())
+        if self.part is not None:
+            started, ended = self.part
+            ended.wait()
+            self.made.device_s += started.seconds_to(ended)
         if self.chunks is not None:
             sampled = [i for i in self.chunked if self.rows[i].sample]
             output = self.chunks.result()

@@ -11,7 +11,7 @@ work is launched piece by piece. Knows nothing of requests and batches.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from itertools import product
 from time import perf_counter
@@ -40,9 +40,12 @@ SLOW_CAPTURE_S = 1.0  # kernels are compiled when they are first met
 
 
 class StepModel(Protocol):
-    """A model whose step can be captured."""
+    """A model whose step can be captured, and whose long passes stop between num_parts parts."""
 
     vocab_size: int
+
+    @property
+    def num_parts(self) -> int: ...
 
     def kv_cache_spec(self) -> KVCacheSpec: ...
 
@@ -59,6 +62,17 @@ class StepModel(Protocol):
         token_ids: [T] int64. logits_indices: [n] int64, the rows whose logits are wanted; None:
         all of them.
         """
+        ...
+
+    def compute_parts(
+        self,
+        token_ids: Tensor,
+        rows: Rows,
+        logits_indices: Tensor | None,
+        kv: KVTensors,
+        experts: ExpertProvider,
+    ) -> Generator[None, None, ModelOutput]:
+        """`compute`, which stops between its parts; other steps may be run there."""
         ...
 
 

@@ -19,6 +19,8 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from time import perf_counter
 
 import msgspec
@@ -43,9 +45,13 @@ class Scheduler:
         memory: SequenceMemory,
         counters: Counters,
         meter: CostMeter | None = None,
+        *,
+        num_parts: int = 1,
+        divisible: Callable[[Row], bool] = lambda row: True,
     ) -> None:
         """meter: learns what steps cost, which decides how many tokens are drafted; None: a guess
-        does."""
+        does. num_parts: of a pass over prompts, that steps can carry one by one beside those who
+        decode; divisible: whether a row may be part of such a pass."""
         self.config = config
         self.memory = memory
         self.counters = counters
@@ -62,6 +68,8 @@ class Scheduler:
         self._blocked: tuple[int, int] | None = None  # who found no room, after how many releases
         self._stuck: tuple[int, int] | None = None  # for whom nobody's leaving would make room
         self._events: list[TokenEvent] = []
+        self._num_parts, self._divisible = num_parts, divisible
+        self._pass: _DividedPass | None = None
         self._has_waited = False  # drafting sequences, in the last step, for others of their kind
         self._arrivals: deque[Sequence] = deque()  # that may run out of time in the queue
 
@@ -72,7 +80,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a call of schedule or take_events can still lead anywhere."""
-        return bool(self.sequences or self._events or self.memory.has_work)
+        return bool(self.sequences or self._events or self._pass or self.memory.has_work)
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence that is known to fit."""
@@ -90,16 +98,15 @@ class Scheduler:
         self.memory.pump()
         if self._waiting or self._loading:
             self._fetch()
-        if self._waiting and self.pace.debt_s == 0:
+        if self._waiting and self.pace.debt_s <= 0:
             self._give_way()
         num_preemptions = self.counters.num_preemptions
         for seq, num_drafts in self._decoding():
             if seq.status is Status.RUNNING and self._make_room(seq, num_drafts):
                 rows.append(self._row(seq, seq.num_computed + 1 + num_drafts, num_drafts))
-        num_decoding = len(rows)
-        budget = self.config.max_num_batched_tokens - sum(row.num_tokens for row in rows)
-        if num_decoding < len(self.running) or self._waiting:
-            budget = self.pace.rows(num_decoding, budget)
+        num_decoding, num_users = len(rows), self._num_users()
+        divides = self._num_parts > 1 and num_users > 0 and self.pace.share < 1
+        budget = self._budget(rows, num_users if divides else 0)
         may_admit = self.counters.num_preemptions == num_preemptions
         if len(self.running) > num_decoding:
             for seq in tuple(self.running):
@@ -109,8 +116,50 @@ class Scheduler:
                     budget -= self._prefill(seq, budget, rows, num_decoding) if budget > 0 else 0
         if may_admit:
             self._admit(budget, rows, num_decoding, None)
-        commands = self.memory.take_commands()
-        return Batch(commands, rows, num_decoding) if rows or commands else None
+        batch = Batch([], rows, num_decoding)
+        if divides and len(rows) > num_decoding and all(map(self._divisible, rows[num_decoding:])):
+            batch.begins, rows[num_decoding:] = rows[num_decoding:], []
+            self._pass = _DividedPass(batch.begins, self._num_parts)
+        if self._pass is not None:
+            self._go_on(self._pass, batch, num_users)
+        batch.commands = self.memory.take_commands()
+        return batch if rows or batch.commands or batch.begins or batch.num_parts else None
+
+    def _num_users(self) -> int:
+        """Sequences that decode, or would if the results of their last step were known."""
+        return sum(not seq.is_prefilling and not self._is_passing(seq) for seq in self.running)
+
+    def _is_passing(self, seq: Sequence) -> bool:
+        """Whether rows of a sequence are in a divided pass, so that it can have no others yet."""
+        return self._pass is not None and seq.arrival in self._pass.arrivals
+
+    def _budget(self, rows: list[Row], num_users: int) -> int:
+        """Rows of prefill that may be begun now. num_users: 0 if the pass would not be divided."""
+        most = self.config.max_num_batched_tokens
+        if self._pass is not None:
+            return 0
+        if num_users:
+            return most if self.pace.parts(num_users, most) else 0
+        budget = most - sum(row.num_tokens for row in rows)
+        if len(rows) < len(self.running) or self._waiting:
+            budget = self.pace.rows(len(rows), budget)
+        return budget
+
+    def _go_on(self, divided: _DividedPass, batch: Batch, num_users: int) -> None:
+        """Give a batch the parts of the pass that it may carry; all if nobody waits, or if one of
+        its sequences leaves, and none if all of them have ended."""
+        if divided.is_over:
+            num_parts = 0
+        elif divided.is_stale or num_users == 0:
+            num_parts = divided.num_left
+        else:
+            num_parts = min(self.pace.parts(num_users, divided.num_rows), divided.num_left)
+        divided.num_left -= num_parts
+        batch.num_parts, batch.num_rows_passing = num_parts, divided.num_rows
+        batch.ends_pass = divided.is_over or divided.num_left == 0
+        if batch.ends_pass:
+            batch.rows += divided.rows
+            self._pass = None
 
     def commit(self, batch: Batch, result: StepResult) -> list[TokenEvent]:
         """Apply what a step made: tokens, finished sequences, pages for the prefix cache.
@@ -119,7 +168,11 @@ class Scheduler:
         """
         events = self.take_events()
         self.memory.committed(batch.commands)
-        if batch.rows and not result.failed:
+        if batch.num_parts and not result.failed:
+            self.pace.observe_parts(
+                batch.num_decoding, batch.num_rows_passing, batch.num_parts, result.device_s
+            )
+        elif batch.rows and not result.failed:
             self.pace.observe(batch.num_decoding, batch.num_prefill_tokens, result.device_s)
             if self.meter is not None and batch.num_prefill_tokens == 0:
                 num_drafts = max(row.num_to_draft for row in batch.rows)
@@ -172,6 +225,8 @@ class Scheduler:
 
     def check(self, num_snapshots_in_flight: int) -> None:
         """Raise AssertionError if the lists, the sequences and the memory do not agree."""
+        passing = self._pass.rows if self._pass is not None else []
+        num_snapshots_in_flight += sum(row.snapshot is not None for row in passing)
         self.memory.check(self.sequences.values(), num_snapshots_in_flight)
         by_status: dict[Status, set[int]] = {status: set() for status in Status}
         for seq in self.sequences.values():
@@ -190,9 +245,10 @@ class Scheduler:
 
     def _decoding(self) -> list[tuple[Sequence, int]]:
         """The sequences that decode in this step, in rank order, and their numbers of drafts."""
-        ready = [seq for seq in self.running if seq.is_decoding]
+        running = [seq for seq in self.running if not self._is_passing(seq)]
+        ready = [seq for seq in running if seq.is_decoding]
         if any(seq.num_spec_tokens for seq in ready):
-            guessing = any(seq.is_guessing and seq.num_pending for seq in self.running)
+            guessing = any(seq.is_guessing and seq.num_pending for seq in running)
             ready = [seq for seq in ready if not self._waits(seq, guessing)]
             self._has_waited = guessing and not self._has_waited
             if self._has_waited:
@@ -511,3 +567,29 @@ class Scheduler:
             num_draft_tokens=seq.num_drafted,
             num_accepted_tokens=seq.num_accepted,
         )
+
+
+@dataclass(slots=True)
+class _DividedPass:
+    """Rows of a pass of which num_left parts are to be carried out."""
+
+    rows: list[Row]
+    num_left: int
+    num_rows: int = field(init=False)
+    arrivals: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_rows = sum(row.num_tokens for row in self.rows)
+        self.arrivals = frozenset(row.seq.arrival for row in self.rows)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a sequence has ended or lost its place."""
+        return any(
+            row.seq.status is not Status.RUNNING or row.epoch != row.seq.epoch for row in self.rows
+        )
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody waits for it."""
+        return all(row.seq.status is Status.FINISHED for row in self.rows)

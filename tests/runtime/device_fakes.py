@@ -3,7 +3,7 @@ step again, both on the CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,7 +20,24 @@ from tests.fakes import FakeModel, NoExperts
 
 
 class StepFakeModel(FakeModel):
-    """A FakeModel whose step takes rows as device tensors, fill rows among them."""
+    """A FakeModel whose step takes rows as device tensors, fill rows among them.
+
+    Its passes have three parts: what each holds is written in the last one.
+    """
+
+    num_parts = 3
+
+    def compute_parts(
+        self,
+        token_ids: Tensor,
+        rows: Rows,
+        logits_indices: Tensor | None,
+        kv: KVTensors,
+        experts: object,
+    ) -> Generator[None, None, ModelOutput]:
+        for _ in range(self.num_parts - 1):
+            yield
+        return self.compute(token_ids, rows, logits_indices, kv, experts)
 
     def compute(
         self,

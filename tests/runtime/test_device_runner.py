@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from moet.config import CacheConfig, SchedulerConfig
 from moet.errors import RequestError
 from moet.models.glm_moe_dsa_config import GlmMoeDsaConfig
+from moet.runtime.batch import Batch
 from moet.runtime.core import EngineCore
 from moet.runtime.device_runner import Placement
 from moet.runtime.draft_length import StepCosts
@@ -298,6 +300,85 @@ def test_a_failing_chunk_ends_its_sequences_and_no_others() -> None:
     assert "Tried to allocate 9 MiB). Lower --max-num-batched-tokens" in told
     core.submit(request("d", [1, 2, 3], max_tokens=3))
     assert tokens_of(drain(core)["d"]) == expected_greedy([1, 2, 3], 3, FakeModel())
+
+
+@pytest.mark.parametrize("num_spec_tokens", [0, 2])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_prompts_pass_in_parts_beside_who_decodes(overlap: bool, num_spec_tokens: int) -> None:
+    """Some of them leave midway, are sent away, or fail; everybody has the tokens of one alone."""
+    model = StepFakeModel(num_spec_tokens=num_spec_tokens, draft_rate=0.7)
+    fault = torch.zeros(1, dtype=torch.int32)
+    core = placed_core(
+        model,
+        Placement(CpuQueue(), Tape(), fault),
+        num_pages=32,
+        overlap=overlap,
+        prefill_share=0.5,
+        max_num_seqs=6,
+        max_num_batched_tokens=32,
+    )
+    seen, launch = list[Batch](), core._runner.launch  # type: ignore[union-attr]
+
+    def recorded(batch: Batch) -> Any:
+        seen.append(batch)
+        return launch(batch)
+
+    core._runner.launch = recorded  # type: ignore[method-assign, union-attr]
+    carried = cycle([1, 0, 1, 1])
+    core._scheduler.pace.parts = lambda users, rows: next(carried)  # type: ignore[method-assign, assignment]
+    tokens: dict[str, list[int]] = {}
+    asked: dict[str, list[int]] = {}
+    for n in range(90):
+        if n % 3 == 0:
+            prompt = [n % 60] * (3 if n < 6 else 20 + n % 17)
+            name = f"{n}"
+            asked[name], tokens[name] = prompt, []
+            priority = n % 4 if n else -1
+            core.submit(request(name, prompt, max_tokens=60 if n < 6 else 9, priority=priority))
+        passing = core._scheduler._pass
+        if n % 5 == 4 and passing is not None:
+            for row in passing.rows[: 1 + n % 2]:
+                core.abort(row.seq.request.request_id)
+        for event in core.step():
+            tokens[event.request_id] += event.token_ids
+        core.check()
+    while core.has_work:
+        for event in core.step():
+            tokens[event.request_id] += event.token_ids
+        core.check()
+    for name, made in tokens.items():
+        assert made == expected_greedy(asked[name], len(made), model)
+    assert sum(batch.num_parts > 0 and not batch.ends_pass for batch in seen) > 5
+    assert any(batch.ends_pass and batch.num_parts == 0 for batch in seen)
+    assert core.stats().num_preemptions > 0
+    assert model.num_torn == 0
+
+
+def test_a_fault_of_a_part_is_that_of_its_pass_alone() -> None:
+    fault = torch.zeros(1, dtype=torch.int32)
+    model = StepFakeModel()
+    placement = Placement(CpuQueue(), uncaptured, fault)
+    core = placed_core(model, placement, prefill_share=0.5, max_num_seqs=2)
+    core.submit(request("user", [1, 2, 3], max_tokens=200))
+    tokens = [token for _ in range(4) for event in core.step() for token in event.token_ids]
+    core.submit(request("long", [5] * 20, max_tokens=3))
+    parts, error = model.compute_parts, None
+
+    def broken(*args: Any) -> Any:
+        fault.fill_(2)
+        return (yield from parts(*args))
+
+    model.compute_parts = broken  # type: ignore[method-assign, assignment]
+    while error is None:
+        for event in core.step():
+            if event.request_id == "long":
+                error = event.error
+            else:
+                tokens += event.token_ids
+    assert "fault 0x2" in error
+    core.abort("user")
+    drain(core)
+    assert tokens == expected_greedy([1, 2, 3], len(tokens), model)
 
 
 def model_core(rig: Rig, placement: Placement | None, **options: Any) -> EngineCore:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moet.runtime.pace import LONGEST_S, MIN_ROWS, WORTH, PrefillPace
+from moet.runtime.pace import CREDIT, LONGEST_S, MIN_ROWS, PART_S, WORTH, PrefillPace
 
 
 def _simulate(
@@ -70,8 +70,8 @@ def test_a_costly_chunk_is_paid_for_first() -> None:
     pace = PrefillPace(0.5)
     pace.observe(1, 0, 0.010)
     pace.observe(1, 256, 0.060)
-    assert pace.debt_s == pytest.approx(0.040)
-    for _ in range(4):
+    assert pace.debt_s == pytest.approx(0.030)  # what the first step left is taken off
+    for _ in range(3):
         assert pace.rows(1, 2048) == 0
         pace.observe(1, 0, 0.010)
     assert pace.rows(1, 2048) >= MIN_ROWS
@@ -88,3 +88,38 @@ def test_nobody_to_slow_down_means_no_limit() -> None:
     free = PrefillPace(1.0)
     free.observe(1, 2048, 5.0)
     assert free.rows(1, 2048) == 2048
+
+
+@settings(deadline=None)
+@given(share=st.floats(0.1, 0.9), part=st.floats(1e-4, 0.05), late=st.integers(0, 1))
+def test_parts_take_the_share_and_no_more(share: float, part: float, late: int) -> None:
+    """Even if what a step took is known one step late."""
+    pace, alone_s, total_s, num_steps = PrefillPace(share), 0.005, 0.0, 600
+    in_flight: list[tuple[int, float]] = []
+    longest = 0
+    for _ in range(num_steps):
+        num_parts = pace.parts(2, 2048)
+        in_flight.append((num_parts, alone_s + num_parts * part))
+        total_s += in_flight[-1][1]
+        longest = max(longest, num_parts)
+        if len(in_flight) > late:
+            done, seconds = in_flight.pop(0)
+            if done:
+                pace.observe_parts(2, 2048, done, seconds)
+            else:
+                pace.observe(2, 0, seconds)
+    wanted_s = num_steps * alone_s / (1 - share)
+    assert longest * part <= max(PART_S, (1 + CREDIT) * alone_s * share / (1 - share), part) + 1e-9
+    assert total_s == pytest.approx(wanted_s, rel=0.05, abs=2 * max(PART_S, part))
+
+
+def test_who_decodes_without_rows_still_has_a_share() -> None:
+    pace = PrefillPace(0.5)
+    assert pace.parts(3, 2048) == 0  # nothing is known yet
+    pace.observe(3, 0, 0.010)
+    assert pace.parts(9, 2048) == 1  # of nine nothing, but of three
+    pace.observe_parts(0, 2048, 1, 0.030)  # while results were awaited
+    assert pace.parts(3, 2048) == 0
+    pace.observe(3, 0, 0.010)
+    pace.observe(3, 0, 0.010)
+    assert pace.parts(3, 2048) == 1
