@@ -161,22 +161,24 @@ class PeerLinks:
 @dataclass(frozen=True, slots=True)
 class RankPart:
     """This rank's part of a sum that whoever reads it makes on its way in. part: [rows, dim] bf16,
-    contiguous. links: for such sums alone, with rows' own turns. add: makes the sum by itself."""
+    contiguous, or a mixture of that shape. links: for such sums alone, with turns of their own.
+    add: makes the sum by itself."""
 
-    part: Tensor
+    part: Tensor | Mixture
     links: PeerLinks
     add: Callable[[Tensor], Tensor]
 
     def __post_init__(self) -> None:
-        assert self.part.dtype == torch.bfloat16
-        assert self.links.sums(self.part)
+        like = self.part.shared if isinstance(self.part, Mixture) else self.part
+        assert like.dtype == torch.bfloat16
+        assert self.links.sums(like)
 
 
 def added(x: Tensor | RankPart | Mixture) -> Tensor:
     """The sum, for those who cannot make it."""
     if isinstance(x, Mixture):
         return x.add()
-    return x if isinstance(x, Tensor) else x.add(x.part)
+    return x if isinstance(x, Tensor) else x.add(added(x.part))
 
 
 class Window(Protocol):

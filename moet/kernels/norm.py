@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,9 @@ from moet.kernels.mixture import Mixture
 from moet.kernels.quant import Activations
 from moet.kernels.registry import GPU_ARCHS, op
 from moet.kernels.scalars import scalar
+
+if TYPE_CHECKING:
+    from moet.kernels.join_norm import NormWeight
 
 
 @op(tolerance=2**-8)
@@ -41,15 +46,16 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float) -> Tensor
 
 @op(tolerance=2**-7)
 def add_rms_norm(
-    x: Tensor, y: Tensor | RankPart | Mixture | None, weight: Tensor, *, eps: float
+    x: Tensor, y: Tensor | RankPart | Mixture | None, weight: Tensor | NormWeight, *, eps: float
 ) -> tuple[Tensor, Activations]:
     """A sublayer's output joins the residual stream, which is then normed for the next sublayer.
 
     x: [n, dim] fp32 or bf16; y: the same, maybe what ranks have parts of or a mixture that is not
-    summed, or None if nothing joins. weight: [dim] fp32. Returns
+    summed, or None if nothing joins. weight: [dim] fp32, maybe placed for a GPU's kernel. Returns
     x + y, rounded once, and its norm, both in the dtype of x; on a GPU steps of few rows have codes
     of the norm, too, if dim is a multiple of 128.
     """
+    assert isinstance(weight, Tensor)
     total = x if y is None else x + added(y)
     return total, Activations(rms_norm.reference(total, weight, eps=eps))
 
@@ -58,5 +64,14 @@ def _on_gpu(*, arch: str) -> bool:
     return arch in GPU_ARCHS
 
 
+def _placed(*, arch: str, dim: int, placed: bool) -> bool:
+    return arch in GPU_ARCHS and placed and dim % 128 == 0
+
+
+def _unplaced(*, arch: str, dim: int, placed: bool) -> bool:
+    return arch in GPU_ARCHS and not placed
+
+
 rms_norm.impl_in("moet.kernels.triton_rows", "triton", supports=_on_gpu)
-add_rms_norm.impl_in("moet.kernels.triton_mla", "triton", supports=_on_gpu)
+add_rms_norm.impl_in("moet.kernels.join_norm", "cluster", supports=_placed)
+add_rms_norm.impl_in("moet.kernels.triton_mla", "triton", supports=_unplaced)

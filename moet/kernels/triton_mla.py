@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moet.kernels import triton_comm
 from moet.kernels.cache import Cache, EntryFormat
-from moet.kernels.comm import RankPart
+from moet.kernels.comm import RankPart, added
 from moet.kernels.mixture import Mixture
 from moet.kernels.mla_attention import BLOCK, INDEX_NORM_EPS, HeadMatrices, IndexKeys
 from moet.kernels.mla_cache import Fp8IndexKeys, Fp8LatentRows, Nvfp4LatentRows
@@ -556,6 +556,8 @@ def add_rms_norm(
     x: Tensor, y: Tensor | RankPart | Mixture | None, weight: Tensor, *, eps: float
 ) -> tuple[Tensor, Activations]:
     num_rows, dim = x.shape
+    if isinstance(y, RankPart) and isinstance(y.part, Mixture):
+        y = added(y)
     part = y if isinstance(y, RankPart) else None
     mixture = y if isinstance(y, Mixture) and y.weights is not None else None
     if mixture is not None:

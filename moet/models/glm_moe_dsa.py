@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moet.config import KVDtype, ModelSettings, Rounding
 from moet.errors import ConfigError, UnsupportedError
+from moet.kernels import join_norm
 from moet.kernels.cache import PlainRows, PlanedFormat
 from moet.kernels.comm import RankPart, added
 from moet.kernels.device_gemm import Device, PackedMatrix
@@ -252,9 +253,19 @@ class AddNorm:
     """What a sublayer made joins the residual stream; the next one gets the norm of that."""
 
     def __init__(self, weights: Weights, name: str, config: GlmMoeDsaConfig) -> None:
-        self.weight = weights.fp32(f"{name}.weight", config.hidden_size)
+        self.plain_weight = weights.fp32(f"{name}.weight", config.hidden_size)
         self.eps = config.rms_norm_eps
-        self._op = add_rms_norm.bind(arch=weights.settings.arch)
+        self.gpu, self.arch = weights.gpu, weights.settings.arch
+        self.bind(placed=join_norm.PLACED)
+
+    def bind(self, *, placed: bool) -> None:
+        """placed: to the kernels of a GPU that take rows of this width, if there is one."""
+        dim = len(self.plain_weight)
+        self.weight: Tensor | join_norm.NormWeight = self.plain_weight
+        placed = placed and self.gpu is not None and join_norm.fits(dim)
+        if placed and self.gpu is not None:
+            self.weight = join_norm.NormWeight(self.plain_weight, self.gpu)
+        self._op = add_rms_norm.bind(arch=self.arch, dim=dim, placed=placed)
 
     def __call__(self, x: Tensor, y: Sublayer | None) -> tuple[Tensor, Activations]:
         """x: [n, hidden], the stream; y: what joins it. Returns the stream and its norm."""

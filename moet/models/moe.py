@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moet.config import ModelSettings
-from moet.kernels.comm import RankPart
+from moet.kernels.comm import RankPart, added
 from moet.kernels.gemm import Matrix, linear_fp32
 from moet.kernels.mixture import Mixture
 from moet.kernels.moe import (
@@ -166,9 +166,8 @@ class MoE:
             )
             if self.shard.size == 1:
                 return part
-            assert isinstance(part, Tensor)
             comm = self.shard.comm
-            return comm.sum_on_read(part) if self._on_read else comm.sum(part)
+            return comm.sum_on_read(part) if self._on_read else comm.sum(added(part))
         x = plain_values(x)
         expert_ids, weights = self.router(x, token_ids)
         routed = self._mixture(

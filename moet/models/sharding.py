@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from moet.errors import CheckpointError, ConfigError
-from moet.kernels.comm import RankPart
+from moet.kernels.comm import RankPart, added
 from moet.kernels.gemm import MAX_SLICES, slices_of
+from moet.kernels.mixture import Mixture
 from moet.kernels.moe import ExpertFormat, ExpertTable
 from moet.kernels.quant import FP8_BLOCK
 from moet.models.base import ExpertProvider, TensorSource
@@ -36,7 +37,9 @@ class Comm(Protocol):
         """
         ...
 
-    def sum_on_read(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor | RankPart:
+    def sum_on_read(
+        self, x: Tensor | Mixture, dtype: torch.dtype | None = None
+    ) -> Tensor | RankPart:
         """As sum, or x as it is for the op behind it to sum, where that op can."""
         ...
 
@@ -63,7 +66,8 @@ class Alone:
     def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return x.to(dtype or x.dtype)
 
-    sum_on_read = sum
+    def sum_on_read(self, x: Tensor | Mixture, dtype: torch.dtype | None = None) -> Tensor:
+        return self.sum(added(x), dtype)
 
     def gather(self, x: Tensor) -> Tensor:
         return x

@@ -11,7 +11,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from moet.kernels.comm import added
 from moet.kernels.gemm import tree_sum
+from moet.kernels.mixture import Mixture
 from moet.models.sharding import Shard
 
 T = TypeVar("T")
@@ -43,7 +45,8 @@ class ThreadComm:
     def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return tree_sum(self.board.all(self.rank, x)).to(dtype or x.dtype)
 
-    sum_on_read = sum
+    def sum_on_read(self, x: Tensor | Mixture, dtype: torch.dtype | None = None) -> Tensor:
+        return self.sum(added(x), dtype)
 
     def gather(self, x: Tensor) -> Tensor:
         return torch.cat(self.board.all(self.rank, x), 1)

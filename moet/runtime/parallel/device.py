@@ -26,12 +26,14 @@ from moet.kernels.comm import (
     PeerWindow,
     RankPart,
     Window,
+    added,
     register_host,
     window_bytes,
 )
 from moet.kernels.device_gemm import Device
 from moet.kernels.device_streams import FUSED_ROWS
 from moet.kernels.gemm import tree_sum
+from moet.kernels.mixture import Mixture
 from moet.runtime.parallel.group import NEVER, Group, GroupComm, Links
 from moet.runtime.parallel.monitor import GroupError
 
@@ -169,17 +171,17 @@ class DeviceComm:
             return every[0] + every[1]
         return tree_sum([each.float() for each in every]).to(dtype)
 
-    def sum_on_read(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor | RankPart:
-        few = x.dim() == 2 and len(x) <= FUSED_ROWS and dtype in (None, x.dtype)
-        if (
-            self.readers is None
-            or not self.sums_on_read
-            or not few
-            or x.dtype != torch.bfloat16
-            or x.numel() == 0
-        ):
-            return self.sum(x, dtype)
-        return RankPart(x.contiguous(), self.readers, self.sum)
+    def sum_on_read(
+        self, x: Tensor | Mixture, dtype: torch.dtype | None = None
+    ) -> Tensor | RankPart:
+        like = x.shared if isinstance(x, Mixture) else x
+        few = like.dim() == 2 and len(like) <= FUSED_ROWS and dtype in (None, like.dtype)
+        readable = self.readers is not None and self.sums_on_read and few
+        if not readable or like.dtype != torch.bfloat16 or like.numel() == 0:
+            return self.sum(added(x), dtype)
+        assert self.readers is not None
+        part = x if isinstance(x, Mixture) else x.contiguous()
+        return RankPart(part, self.readers, self.sum)
 
     def gather(self, x: Tensor) -> Tensor:
         x = x.contiguous()

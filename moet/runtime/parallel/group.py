@@ -31,7 +31,9 @@ from torch._C._distributed_c10d import (
 
 from moet.config import ParallelConfig
 from moet.errors import ConfigError
+from moet.kernels.comm import added
 from moet.kernels.gemm import tree_sum
+from moet.kernels.mixture import Mixture
 from moet.models.sharding import Comm, Shard
 from moet.runtime.parallel.monitor import GroupError, Monitor
 
@@ -377,7 +379,8 @@ class GroupComm:
         every = self.group.gathered(self.stage, x.contiguous(), self._what("sum"))
         return tree_sum([each.float() for each in every]).to(dtype)
 
-    sum_on_read = sum
+    def sum_on_read(self, x: Tensor | Mixture, dtype: torch.dtype | None = None) -> Tensor:
+        return self.sum(added(x), dtype)
 
     def gather(self, x: Tensor) -> Tensor:
         if self.stage.size() == 1:
