@@ -28,8 +28,8 @@ from moet.kernels.mla_attention import (
     IndexKeys,
     head_products,
     latent_attention,
-    latent_inputs,
     latent_chunks_fit,
+    latent_inputs,
     latent_queries,
 )
 from moet.kernels.mla_cache import Fp8IndexKeys, latent_rows
@@ -38,8 +38,8 @@ from moet.kernels.norm import add_rms_norm
 from moet.kernels.quant import Activations
 from moet.kernels.rope import rope_cos_sin, rope_frequencies
 from moet.kernels.rows import Rows
-from moet.models.base import (
 from moet.kernels.stream_gemm import Launcher
+from moet.models.base import (
     ExpertProvider,
     ForwardInput,
     KVCacheSpec,
@@ -162,8 +162,6 @@ class Attention:
         self._attend = latent_attention.bind(arch=arch, form=latents.form, placed=placed)
         self._values = head_products.bind(arch=arch)
 
-    def __call__(
-        self, x: Activations, step: Step, selection: Tensor | None
     def _launcher(self, weights: Weights, config: GlmMoeDsaConfig) -> Launcher | None:
         """Of the kernel that chunks attend by, if there is one for this layer."""
         gpu, form = weights.gpu, self.latents.form
@@ -173,6 +171,8 @@ class Attention:
         fits = latent_chunks_fit(arch=gpu.arch, form=form, num_heads=heads, top_k=top_k)
         return gpu.launcher if fits else None
 
+    def __call__(
+        self, x: Activations, step: Step, selection: Tensor | None
     ) -> tuple[Tensor | RankPart, Tensor]:
         """x: [n, hidden], normalised. Returns the same and the selection that was used, [n, k].
 
@@ -214,6 +214,7 @@ class Attention:
             latent_dim=self.latent_dim,
             launcher=self.launcher,
         )
+        del query, index_query, projected  # much of a chunk's memory
         return self.o.on_read(self._values(mixed, self.w_uv, quantised=self.o.quantised)), selection
 
 
