@@ -16,6 +16,10 @@ Value = Callable[[TierStats], float]
 GAUGES: dict[str, tuple[Value, str]] = {
     "expert_cache_slots": (lambda tier: tier.num_slots, "rows that the device has room for"),
     "expert_cache_resident": (lambda tier: tier.num_resident, "rows on the device"),
+    "expert_cache_coverage": (
+        lambda tier: tier.num_resident / tier.num_rows,
+        "share of all rows that is on the device",
+    ),
     "expert_cache_static": (lambda tier: tier.num_static, "rows that never leave the device"),
     "expert_host_rows": (lambda tier: tier.num_host_rows, "rows in host memory"),
     "host_planes_bytes": (

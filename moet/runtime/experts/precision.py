@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -109,13 +108,13 @@ class PrecisionSet:
         return policy != "gate" and self.of_rows(policy) == self.of_prompt(policy)
 
 
-def max_probability(logits: Tensor) -> list[float]:
-    """The largest probability of each row, at temperature 1. logits: [n, vocab_size] fp32.
+def max_probability(logits: Tensor) -> Tensor:
+    """[n] float64: the largest probability of each row at temperature 1, where the logits are.
 
-    In float64 and row by row, so that a row's value does not depend on the others.
+    logits: [n, vocab_size] fp32. Row by row, so that a row's value does not depend on the others.
     """
-    values = logits.cpu().numpy().astype(np.float64)
-    return [float(1.0 / np.exp(row - row.max()).sum()) for row in values]
+    rows = [row - row.max() for row in logits.double()]
+    return torch.stack([row.exp().sum() for row in rows]).reciprocal()
 
 
 @dataclass(slots=True)
@@ -170,8 +169,8 @@ class PrecisePasses:
         judged = [n for n, row in enumerate(rows) if self._is_judged(row, depth)]
         if not judged:
             return []
-        chances = max_probability(known(logits[judged]))
-        again = [n for n, p in zip(judged, chances, strict=True) if p <= self.precisions.tau]
+        is_uncertain = max_probability(known(logits[judged])) <= self.precisions.tau
+        again = [n for n, yes in zip(judged, is_uncertain.tolist(), strict=True) if yes]
         self.precisions.num_judged += len(judged)
         self.precisions.num_again += len(again)
         return again
