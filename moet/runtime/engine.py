@@ -152,7 +152,7 @@ class Engine:
             self._ready.set_exception(ready.exception())
             return
         try:
-            self._text = self._load_text()
+            self._text = self._load_text().within(ready.result().max_model_len)
         except Exception as error:
             self._ready.set_exception(error)
             self._on_death()

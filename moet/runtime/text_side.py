@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,10 @@ class TextSide:
             defaults=SamplingParams(**given),
             chat_template=template.read_text(encoding="utf-8") if template.is_file() else None,
         )
+
+    def within(self, max_tokens: int) -> TextSide:
+        """This one for prompts of at most so many tokens."""
+        return replace(self, tokenizer=self.tokenizer.within(max_tokens))
 
 
 def model_folder(model: str) -> Path:

@@ -6,6 +6,7 @@ somebody else wrote must never turn into one. Knows nothing of chat formats.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -14,7 +15,9 @@ from typing import Any, NamedTuple
 
 import tokenizers
 
-from moet.errors import ConfigError, RequestError
+from moet.errors import ConfigError, ContextLengthError, RequestError
+
+MAX_CACHED_CHARS = 1024  # of a text whose control tokens are kept
 
 
 class Span(NamedTuple):
@@ -40,15 +43,18 @@ class Tokenizer:
         added = self._full.get_added_tokens_decoder()
         self._control = {token_id: token.content for token_id, token in added.items()}
         self._special = frozenset(i for i, token in added.items() if token.special)
-        self.vocab_size = max(self._full.get_vocab().values()) + 1
+        vocab = self._full.get_vocab()
+        self.vocab_size = max(vocab.values()) + 1
+        self._longest = max(map(len, vocab))  # no token is of more characters of text
         for token_id in eos_token_ids:
             if not isinstance(token_id, int) or not 0 <= token_id < self.vocab_size:
                 message = f"eos_token_id {token_id!r} is not one of the tokenizer's "
                 message += f"{self.vocab_size} ids; the model folder's files do not belong together"
                 raise ConfigError(message)
         self.eos_token_ids = tuple(eos_token_ids)
+        self._max_tokens: int | None = None
         self.token_bytes = lru_cache(maxsize=None)(self._token_bytes)
-        self._controls_in = lru_cache(maxsize=256)(self._find_controls)
+        self._cached_controls = lru_cache(maxsize=256)(self._find_controls)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
@@ -68,6 +74,13 @@ class Tokenizer:
         except ValueError as error:
             raise ConfigError(f"{path} is not a tokenizer file: {error}") from error
 
+    def within(self, max_tokens: int) -> Tokenizer:
+        """This one, but it refuses texts that cannot have so few tokens instead of reading them."""
+        limited = copy.copy(self)
+        if self._full.normalizer is None:  # which may write less than it reads
+            limited._max_tokens = max_tokens
+        return limited
+
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         """The ids of a text, with nothing put before or after it.
 
@@ -80,9 +93,12 @@ class Tokenizer:
         """The ids of the joined spans; words may cross span borders, control tokens may not.
 
         Where no untrusted text spells a control token, this equals tokenizing the joined text.
+        Raises ContextLengthError as `within` says.
         """
         ids: list[int] = []
         pending: list[str] = []
+        spans = list(spans)
+        self._require_short(sum(len(text) for text, _ in spans))
         for text, trusted in spans:
             start = 0
             for begin, end, token_id in self._controls_in(_valid(text)) if trusted else ():
@@ -123,6 +139,14 @@ class Tokenizer:
         """Whether the id is a control token that never shows in text, such as the end token."""
         return token_id in self._special
 
+    def _require_short(self, num_chars: int) -> None:
+        if self._max_tokens is not None and num_chars > self._max_tokens * self._longest:
+            least = -(-num_chars // self._longest)
+            raise ContextLengthError(
+                f"prompt is too long: {least} tokens > {self._max_tokens} maximum "
+                f"(--max-model-len); its {num_chars} characters cannot be fewer"
+            )
+
     def _token_bytes(self, token_id: int) -> bytes:
         if token_id in self._control:
             return self._control[token_id].encode()
@@ -130,6 +154,11 @@ class Tokenizer:
         if token is None:  # the model's vocabulary is padded beyond the tokenizer's
             return b""
         return bytes(_BYTE_OF[char] for char in token)
+
+    def _controls_in(self, text: str) -> tuple[tuple[int, int, int], ...]:
+        """Those of short texts are kept, as the pieces of a chat format come again and again."""
+        find = self._cached_controls if len(text) <= MAX_CACHED_CHARS else self._find_controls
+        return find(text)
 
     def _find_controls(self, text: str) -> tuple[tuple[int, int, int], ...]:
         encoding = self._full.encode(text, add_special_tokens=False)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TypeVar
+from functools import partial
+from typing import ParamSpec, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from moet.errors import RequestError
+from moet.errors import ContextLengthError, RequestError
 from moet.runtime.engine import Engine
 from moet.server import anthropic, responses
 from moet.server.anthropic import CountTokensRequest, MessagesRequest, messages_answer
@@ -49,6 +50,8 @@ class Detokenize(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool = False
 
 
+Given = ParamSpec("Given")
+Made = TypeVar("Made")
 TurnBody = TypeVar("TurnBody", ChatRequest, MessagesRequest, ResponsesRequest)
 Make = Callable[[Engine, ChatFormat, TurnBody, str, ReasoningDefaults], Exchange]
 """Prepares the answer to a body, given the model's name as the client knows it."""
@@ -68,38 +71,45 @@ class Endpoints:
     async def completions(self, request: Request) -> Response:
         body = await self.bodies.read(request, CompletionRequest, REFUSED_COMPLETION)
         model = self.served.name_of(body.model)
-        answer = await asyncio.to_thread(completion_answer, self.engine, body, model)
+        answer = await _made("prompt", completion_answer, self.engine, body, model)
         return await self._answer(request, answer, stream=bool(body.stream))
 
     async def chat(self, request: Request) -> Response:
-        return await self._turn(request, ChatRequest, REFUSED_CHAT, chat_answer)
+        return await self._turn(request, ChatRequest, REFUSED_CHAT, chat_answer, "messages")
 
     async def messages(self, request: Request) -> Response:
-        return await self._turn(request, MessagesRequest, anthropic.REFUSED, messages_answer)
+        refused = anthropic.REFUSED
+        return await self._turn(request, MessagesRequest, refused, messages_answer, "messages")
 
     async def responses(self, request: Request) -> Response:
-        return await self._turn(request, ResponsesRequest, responses.REFUSED, responses_answer)
+        refused = responses.REFUSED
+        return await self._turn(request, ResponsesRequest, refused, responses_answer, "input")
 
     async def _turn(
-        self, request: Request, kind: type[TurnBody], refused: dict[str, str], make: Make[TurnBody]
+        self,
+        request: Request,
+        kind: type[TurnBody],
+        refused: dict[str, str],
+        make: Make[TurnBody],
+        field: str,
     ) -> Response:
-        """Answer a turn of a conversation, whichever API it comes by."""
+        """Answer a turn of a conversation, whichever API it comes by. field: the prompt's."""
         body = await self.bodies.read(request, kind, refused)
         model, defaults = self.served.name_of(body.model), self.reasoning
-        answer = await asyncio.to_thread(make, self.engine, self.served.form, body, model, defaults)
+        answer = await _made(field, make, self.engine, self.served.form, body, model, defaults)
         return await self._answer(request, answer, stream=bool(body.stream))
 
     async def count_tokens(self, request: Request) -> Response:
         body = await self.bodies.read(request, CountTokensRequest, anthropic.REFUSED)
         self.served.name_of(body.model)
         count = anthropic.count_tokens
-        return json_response(await asyncio.to_thread(count, self.served.form, body, self.reasoning))
+        return json_response(await _made("messages", count, self.served.form, body, self.reasoning))
 
     async def input_tokens(self, request: Request) -> Response:
         body = await self.bodies.read(request, InputTokensRequest, responses.REFUSED)
         self.served.name_of(body.model)
         count = responses.count_input_tokens
-        return json_response(await asyncio.to_thread(count, self.served.form, body, self.reasoning))
+        return json_response(await _made("input", count, self.served.form, body, self.reasoning))
 
     async def _answer(self, request: Request, answer: Exchange, *, stream: bool) -> Response:
         answer.operations = self.served.operations
@@ -124,9 +134,8 @@ class Endpoints:
     async def tokenize(self, request: Request) -> Response:
         body = await self.bodies.read(request, Tokenize, {})
         self.served.name_of(body.model)
-        tokens = await asyncio.to_thread(
-            self.engine.text.tokenizer.encode, body.prompt, allow_special=body.allow_special
-        )
+        encode = partial(self.engine.text.tokenizer.encode, allow_special=body.allow_special)
+        tokens = await _made("prompt", encode, body.prompt)
         limit = self.engine.info.max_model_len
         return json_response({"count": len(tokens), "max_model_len": limit, "tokens": tokens})
 
@@ -137,5 +146,16 @@ class Endpoints:
         if any(not 0 <= token_id < limit for token_id in body.tokens):
             message = f"tokens has an id that is not in the vocabulary of 0 to {limit - 1}"
             raise RequestError(message, param="tokens")
-        text = self.engine.text.tokenizer.decode(body.tokens, skip_special=body.skip_special_tokens)
-        return json_response({"prompt": text})
+        decode = partial(self.engine.text.tokenizer.decode, skip_special=body.skip_special_tokens)
+        return json_response({"prompt": await asyncio.to_thread(decode, body.tokens)})
+
+
+async def _made(
+    field: str, make: Callable[Given, Made], *given: Given.args, **named: Given.kwargs
+) -> Made:
+    """What `make` returns, on a thread; a prompt in `field` that it finds too long is named so."""
+    try:
+        return await asyncio.to_thread(make, *given, **named)
+    except ContextLengthError as error:
+        error.param = field
+        raise

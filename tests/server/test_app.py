@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 import time
 from typing import Any
@@ -14,12 +15,14 @@ from moet import __version__
 from moet.config import ServerConfig
 from moet.runtime.engine import Engine
 from moet.runtime.host import ThreadHost
+from moet.runtime.tokenizer import Tokenizer
 from moet.server.app import create_app
 from tests.scripted import FAULT, ScriptedCore
 from tests.server.serving import MODEL, Caller, saying, serving
 from tests.texts import ids, text_side
 
 COMPLETIONS = "/v1/completions"
+HUGE = "x" * 100_000
 
 
 def error_of(response: Any, status: int) -> dict[str, Any]:
@@ -271,6 +274,27 @@ def test_a_prompt_over_the_window_is_named_in_openai_terms() -> None:
         assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
         body = {"prompt": "x" * 8, "max_tokens": 1000}
         assert api.post(COMPLETIONS, body).json()["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        (COMPLETIONS, {"prompt": HUGE}, "prompt"),
+        ("/tokenize", {"prompt": HUGE}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": HUGE}]}, "messages"),
+        ("/v1/responses", {"input": HUGE}, "input"),
+        ("/v1/responses/input_tokens", {"input": HUGE}, "input"),
+    ],
+)
+def test_a_text_that_no_window_holds_is_refused_unread(
+    path: str, body: dict[str, object], field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten megabytes took a processor for half a minute before they were refused."""
+    with serving() as api:
+        monkeypatch.setattr(Tokenizer, "_flush", None)
+        error = error_of(api.post(path, body), 400)
+        assert (error["code"], error["param"]) == ("context_length_exceeded", field)
+        assert re.match(r"prompt is too long: \d+ tokens > \d+ maximum", error["message"])
 
 
 def test_an_unknown_model_is_a_404_and_names_are_configured() -> None:
