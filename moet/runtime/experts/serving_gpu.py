@@ -29,6 +29,7 @@ from moet.runtime.plan_types import ExpertPlan
 logger = logging.getLogger(__name__)
 
 RESIZE_RESERVE_BYTES = 1 << 30  # that a pool leaves free when it grows
+MANY_READS = 0.001  # of the experts asked for: a row's reading takes about as long as a step
 
 
 def device_sizes(
@@ -108,7 +109,8 @@ class DeviceServed:
         self._least = 0  # slots beside static ones
         self._has_moved = False
         self._recorded: RecordedOnDevice | None = None
-        self._counted: dict[Tier, tuple[float, float]] = {}  # hits and misses, when last looked at
+        # Hits, misses and reads of rows, when last looked at.
+        self._counted: dict[Tier, tuple[float, float, int]] = {}
         providers: dict[str, ResidentProvider] = {}
         try:
             for tier in formats_of(config):
@@ -209,22 +211,29 @@ class DeviceServed:
             )
 
     def _warn(self, tier: Tier, stats: TierStats) -> None:
-        """Say once in a while that a pool is too small, with the flag that changes it."""
-        counted = stats.total("num_hits"), stats.total("num_misses")
-        before = self._counted.get(tier, (0.0, 0.0))
-        hits, misses = counted[0] - before[0], counted[1] - before[1]
+        """Say once in a while that a pool or host memory is too small, with the flag for more."""
+        counted = stats.total("num_hits"), stats.total("num_misses"), stats.num_disk_reads
+        before = self._counted.get(tier, (0.0, 0.0, 0))
+        hits, misses, reads = (now - then for now, then in zip(counted, before, strict=True))
         if hits + misses < WATCHED:
             return
         self._counted[tier] = counted
-        rate = hits / (hits + misses)
-        if rate < LOW_HIT_RATE:
+        if hits < LOW_HIT_RATE * (hits + misses):
             logger.warning(
                 "%.0f %% of the %s experts asked for lately were in their pool of %d slots; %s "
                 "makes it larger",
-                100 * rate,
+                100 * hits / (hits + misses),
                 tier,
                 stats.num_slots,
                 "--expert-pool" if tier == self._first else "--fp4-pool",
+            )
+        if reads > MANY_READS * (hits + misses):
+            logger.warning(
+                "%d of the %.0f %s experts asked for lately were read from disk while steps "
+                "waited; --host-experts holds more of them in memory",
+                reads,
+                hits + misses,
+                tier,
             )
 
     def explain(self) -> str | None:

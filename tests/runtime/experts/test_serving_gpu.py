@@ -137,6 +137,8 @@ def test_rows_on_disk_are_served_and_heat_is_kept(
         served.stats()
     assert "33 % of the w2 experts" in caplog.text
     assert "--expert-pool" in caplog.text
+    assert "4 of the 12 w2 experts asked for lately were read from disk" in caplog.text
+    assert "--host-experts" in caplog.text
     with pytest.raises(RequestError, match=r"has 0 slots; 6 are needed"):
         served.tune(pool_bytes=1)
     assert not served.take_moved()
