@@ -357,8 +357,11 @@ def mixture(
     inner, outer = (None, weights) if weigh_output else (weights, None)
     tiles = make_tiles(launcher, x, work=work, top_k=top_k, rows=rows)
     h = gate_up(launcher, pool, tiles, work, pair_weight=inner, limit=limit, error=error)
+    del tiles  # each of these is as large as a chunk's hidden states many times over
     h_tiles = make_tiles(launcher, h, work=work, rows=rows)
+    del h
     parts = down(launcher, pool, h_tiles, work, error=error)
+    del h_tiles
     return combine(launcher, parts, top_k=top_k, weights=outer, shared=shared, dtype=dtype)
 
 

@@ -205,6 +205,7 @@ class Attention:
             assert index_query is not None
             assert projected is not None
             selection = indexer(index_query, projected, step)
+        del index_query, projected  # much of a chunk's memory, as the query is
         mixed = self._attend(
             query,
             latents,
@@ -214,7 +215,7 @@ class Attention:
             latent_dim=self.latent_dim,
             launcher=self.launcher,
         )
-        del query, index_query, projected  # much of a chunk's memory
+        del query
         return self.o.on_read(self._values(mixed, self.w_uv, quantised=self.o.quantised)), selection
 
 
