@@ -7,7 +7,7 @@ through the same tensor operations as those of captured steps, and results are r
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from moet.runtime.queues import Moment, Queue, to_queue
 from moet.runtime.slot_tensors import SlotTensors
 from moet.runtime.step_ring import StepOutput
 from moet.runtime.step_tensors import StepRow, StepTensors, fill
+
+WARM_ROWS, WARM_MANY_ROWS = 32, 512  # streams of weights, and tiles that share them
+WARM_PARTS = 4  # layers of each kind are among the first ones
 
 
 class ChunkRunner:
@@ -91,6 +94,32 @@ class ChunkRunner:
         ended = self.queue.moment()
         places = [proposing.index(c) if c in proposing else None for c in sampled]
         return PendingChunks(places, out, reports, proposed, started, ended)
+
+    def warm_up(self) -> None:
+        """Have the kernels made and loaded that passes need, so that no token waits for a compiler.
+
+        Takes rows that are there only to fill through the first layers: nothing is written.
+        """
+        if self.model.num_parts <= WARM_PARTS:
+            return
+        narrow, *_ = widths = self._placed.widths()
+        with self.queue.working(), torch.inference_mode():
+            for width in widths:
+                self._run_ahead(WARM_ROWS, width, WARM_PARTS)
+            self._run_ahead(WARM_MANY_ROWS, narrow, 1)
+            if self.fault is not None:
+                self.fault.zero_()
+        self.queue.settle()
+
+    def _run_ahead(self, num_rows: int, width: int, num_parts: int) -> None:
+        token_ids, rows = self._placed.rows([Chunk(0, 0, [0] * num_rows)])
+        nowhere = torch.full_like(rows.positions, -1)
+        rows = replace(
+            rows, positions=nowhere, page_table=self._placed.page_table[:, :width], short=False
+        )
+        parts = self.model.compute_parts(token_ids, rows, None, self.kv, self.experts)
+        for _ in range(num_parts):
+            next(parts)
 
     def _bring_back(self, values: Tensor) -> Tensor:
         host = self.queue.host_tensor(*values.shape, dtype=torch.int64)

@@ -15,6 +15,8 @@ from moet.kernels.rows import Rows
 from moet.runtime.device_sampler import Kind
 from moet.runtime.queues import Queue, to_queue
 
+ALIGNED = 2  # numbers of 8 bytes: kernels are made anew for tensors that begin elsewhere
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
@@ -53,14 +55,15 @@ class Placed:
     def rows(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Rows]:
         """Tokens of chunks in order, [T] int64, and the model's rows for them."""
         sizes = [len(chunk.token_ids) for chunk in chunks]
-        values = np.empty((5, sum(sizes)), dtype=np.int64)
+        num_rows = sum(sizes)
+        values = np.empty((5, -(-num_rows // ALIGNED) * ALIGNED), dtype=np.int64)
         first = 0
         for chunk, size in zip(chunks, sizes, strict=True):
             part = values[:, first : first + size]
             part[0], part[1] = chunk.token_ids, np.arange(chunk.start, chunk.end)
             part[2], part[3], part[4] = chunk.start, chunk.end, chunk.slot
             first += size
-        token_ids, positions, starts, ends, slots = self.send(values).unbind(0)
+        token_ids, positions, starts, ends, slots = self.send(values)[:, :num_rows].unbind(0)
         num_pages = -(-max(chunk.end for chunk in chunks) // self.page_size)
         rows = Rows(
             positions=positions,
@@ -68,11 +71,21 @@ class Placed:
             ends=ends,
             seq_slots=slots,
             page_rows=slots,
-            page_table=self.page_table[:, :num_pages],
+            page_table=self.page_table[:, : self.width(num_pages)],
             page_size=self.page_size,
             short=max(sizes) <= self.max_short,
         )
         return token_ids, rows
+
+    def width(self, num_pages: int) -> int:
+        """Columns of the page table that a pass over so many pages sees: kernels are made for each
+        width, so these are few."""
+        return min(1 << (num_pages - 1).bit_length(), self.page_table.shape[1])
+
+    def widths(self) -> list[int]:
+        """All that `width` may say, ascending."""
+        most = self.page_table.shape[1]
+        return sorted({self.width(1 << n) for n in range(most.bit_length() + 1)})
 
     def send(self, values: NDArray[np.int64]) -> Tensor:
         """Numbers to the device, without waiting for it."""

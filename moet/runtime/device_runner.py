@@ -140,6 +140,8 @@ class DeviceRunner:
         self.queue.settle()  # what is set up so far was launched elsewhere
         self.graphs.capture_all(progress)
         self._target.capture_all()
+        if self.queue.device.type == "cuda":  # a CPU has nothing to make
+            self._chunks.warm_up()
 
     @property
     def sampler(self) -> SamplerState:
