@@ -26,7 +26,7 @@ from moet.bench.device_rig import DeviceRig
 from moet.bench.device_step import profile_kernels
 from moet.bench.rig import Shape
 from moet.config import ModelSettings
-from moet.kernels import device_gemm, device_streams
+from moet.kernels import device_streams, triton_attention, triton_common
 from moet.models.deepseek_v4 import DeepseekV4
 from moet.models.dummy import DummyOptions
 from moet.models.synthetic import MODEL_NAME
@@ -40,45 +40,73 @@ CONTEXT = 1024
 Change = Callable[[DeepseekV4], None]
 
 
-def listless(model: DeepseekV4) -> None:
-    """The groups' product reads no lists before its weights."""
-    device_gemm.GROUPED = True
-
-
-def held(model: DeepseekV4) -> None:
-    """What streams are finished with is read before they are there."""
-    device_streams.HELD = True
-
-
-def mixing(model: DeepseekV4) -> None:
-    """Streams take the experts' outputs unsummed."""
+def by_a_launch(model: DeepseekV4) -> None:
+    """A launch sums the experts' outputs; otherwise streams do on their way in."""
     for layer in model.layers:
-        layer.ffn.unsummed = True
+        layer.ffn.unsummed = False
 
 
-def clustered(model: DeepseekV4) -> None:
-    """A cluster takes a row of streams."""
-    device_streams.CLUSTERS = True
+def one_in_a_cluster(model: DeepseekV4) -> None:
+    """A row that comes alone has a cluster, too."""
+    device_streams.CLUSTER_LEAST = 1
 
 
+def eight_in_clusters(model: DeepseekV4) -> None:
+    """Up to eight rows have a cluster each."""
+    device_streams.CLUSTER_ROWS = 8
+
+
+def not_held(model: DeepseekV4) -> None:
+    """What streams are finished with is read when it is needed."""
+    device_streams.HELD_ROWS = 0
+
+
+def streams_early(model: DeepseekV4) -> None:
+    """The kernel behind streams may begin before the one ahead of them has ended."""
+    device_streams.EARLY = True
+
+
+def triton_early(model: DeepseekV4) -> None:
+    """Likewise of Triton's kernels."""
+    triton_common.EARLY = True
+
+
+def divided(model: DeepseekV4) -> None:
+    """A tile's sums of attention are divided among eight programs."""
+    triton_attention.PROGRAMS_EACH = 8
+
+
+def fused(model: DeepseekV4) -> None:
+    """The compiler makes one of products and sums where it likes: other bits."""
+    triton_common.Kernel.fusion = True
+
+
+EARLY: list[Change] = [streams_early, triton_early]
 VARIANTS: dict[str, list[Change]] = {
     "plain": [],
     "plain again": [],
-    "listless": [listless],
-    "held": [held],
-    "held, mixing": [held, mixing],
-    "clustered, mixing": [clustered, mixing],
-    "listless, clustered, mixing": [listless, clustered, mixing],
-    "listless, held, mixing": [listless, held, mixing],
+    "streams early": [streams_early],
+    "Triton early": [triton_early],
+    "early": EARLY,
+    "early, not held": [*EARLY, not_held],
+    "early, one in a cluster": [*EARLY, one_in_a_cluster],
+    "early, eight in clusters": [*EARLY, eight_in_clusters],
+    "early, by a launch": [*EARLY, by_a_launch],
+    "early, divided": [*EARLY, divided],
+    "by a launch": [by_a_launch],
+    "eight in clusters": [eight_in_clusters],
+    "fused": [fused],
 }
 LONG = ("kernels us", "timeline")
 
 
 def plain(model: DeepseekV4) -> None:
-    device_gemm.GROUPED = False
-    device_streams.HELD = device_streams.CLUSTERS = False
+    device_streams.CLUSTER_LEAST, device_streams.CLUSTER_ROWS = 2, 4
+    device_streams.HELD_ROWS, device_streams.EARLY = 1, False
+    triton_common.EARLY = triton_common.Kernel.fusion = False
+    triton_attention.PROGRAMS_EACH = 4
     for layer in model.layers:
-        layer.ffn.unsummed = False
+        layer.ffn.unsummed = True
 
 
 def bits(model: DeepseekV4, experts: Any) -> list[torch.Tensor]:
@@ -86,7 +114,7 @@ def bits(model: DeepseekV4, experts: Any) -> list[torch.Tensor]:
     found = []
     kv = state(model, 80, 9)
     draw = torch.Generator("cuda").manual_seed(1)
-    for seqs, rows in ((1, 1), (1, 3), (8, 1)):
+    for seqs, rows in SHAPES:
         given = decode_rows(seqs, rows, CONTEXT)
         ids = torch.randint(model.vocab_size, (seqs * rows,), device="cuda", generator=draw)
         with torch.inference_mode():
@@ -179,7 +207,7 @@ def main() -> None:
                 entry[f"{seqs} x {rows} left otherwise"] = differences(states, case)
             replay = partial(rig.replay, Shape(num_seqs=1, num_rows=1, context=CONTEXT))
             entry["timeline"] = timeline(replay)
-            if not changes:
+            if name in ("plain", "early"):
                 kernels = profile_kernels(replay)
                 entry["launches"] = sum(kernel.num_launches for kernel in kernels)
                 entry["kernels us"] = {k.name[:60]: round(k.time_us, 1) for k in kernels[:24]}

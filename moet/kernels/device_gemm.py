@@ -39,7 +39,6 @@ TILED_OUTPUTS = 4096
 WIDE_OUTPUTS = 1 << 15  # of a head, which is read once in tiles and per 8 rows in streams
 NUM_COUNTERS = 1 << 16  # items of one launch whose columns are summed in slices
 BLOCK = 128  # weight rows that share a scale
-GROUPED = False  # whether few rows of groups need no lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,7 +371,7 @@ def _stream_groups(
         space.fill(args, slices * args.num_rows * weight.out_features, counters)
     num_groups, stages = weight.planes.shape[0], num_stages("fp8", args.chunks, 1, slices)
     coded = rows == 8 and scale is not None and args.num_rows <= grouped.MAX_ROWS * num_groups
-    if GROUPED and coded and grouped.fits(device.launcher, num_groups, stages):
+    if coded and grouped.fits(device.launcher, num_groups, stages):
         grouped.run(device.launcher, args, args.num_rows // num_groups)
     else:
         run(device.launcher, instance, args, items=len(work.entries) * args.tiles * slices)

@@ -1,5 +1,5 @@
 """The hyper-connection ops on a GPU, by csrc/hyper_connection.cu: one launch for few rows, two for
-more. A row has the same bits either way. Knows tensors and a Launcher."""
+more. A row has the same bits whichever kernel does it. Knows tensors and a Launcher."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ from moet.kernels.stream_gemm import pointer
 
 MULT, BLOCK, PARTS = 4, 128, 32
 MAX_DIM = 4096
-FUSED_ROWS = (
-    4  # a row's last CTA finishes it alone, so more rows are finished by a launch of theirs
-)
+FUSED_ROWS = 4  # of one launch; a row's last CTA finishes it alone, so more rows get another
 CODED_ROWS = 256  # steps of more rows are multiplied in tiles that round their inputs themselves
 TILED_ROWS = 64  # beyond, a CTA has rows enough to read its part of fn only once
 STEP_THREADS, TILE_THREADS = 288, 256
 STEP_SHARED, TILE_SHARED = (9 * PARTS + 4) * 4, 24 * MULT * BLOCK * 4
 STEP_GROUPS = 4  # of rows, which read the weights once each
 TILE_PASS = 32  # rows that the warps of a CTA take at once
-CLUSTER_CTAS, CLUSTER_DIM, CLUSTER_SHARED = 16, 4096, 4096
-CLUSTERS = False  # whether a cluster takes a row
-HELD = False  # whether one row's launches read what they finish with before y is there
+CLUSTER_CTAS, CLUSTER_DIM, CLUSTER_SHARED = 16, 4096, 4096  # of a row, on sm90a
+CLUSTER_LEAST, CLUSTER_ROWS = 2, 4
+HELD_ROWS = 1
+EARLY = False  # whether the kernel behind may begin before the one ahead has ended
 
 POINTERS = (
     "y streams post mix fn base scale weight mixed partial counters x codes code_scale next_post "
@@ -44,6 +43,7 @@ class StreamsArgs(ctypes.Structure):
         ("peers", PeerArgs),
         *((name, ctypes.c_void_p) for name in ("parts", "part_weights", "shared", "expert_ids")),
         ("top_k", ctypes.c_int),
+        ("early", ctypes.c_int),
     ]
 
 
@@ -153,25 +153,17 @@ def _fill(args: StreamsArgs, mixture: Mixture) -> None:
 def _launch(device: Device, args: StreamsArgs) -> None:
     """Sums over blocks of channels, then rows: in one launch if they are few."""
     launcher, blocks = device.launcher, args.dim // BLOCK
+    args.early = EARLY
+    if CLUSTER_LEAST <= args.rows <= CLUSTER_ROWS and _has_clusters(device, args):
+        _run_clusters(device, args)
+        return
     fused = args.rows <= FUSED_ROWS
     if fused:
         args.counters = device.counters.data_ptr()
-    clusters = CLUSTERS and device.arch == "sm90a" and not args.peers.ranks
-    if fused and clusters and args.dim == CLUSTER_DIM:
-        launcher.launch(
-            "streams_cluster_mixed" if args.parts else "streams_cluster",
-            grid=args.rows * CLUSTER_CTAS,
-            threads=STEP_THREADS,
-            shared_bytes=CLUSTER_SHARED,
-            args=args,
-            cluster=CLUSTER_CTAS,
-        )
-    elif args.rows <= TILED_ROWS or args.outs != MULT * (2 + MULT):
+    if args.rows <= TILED_ROWS or args.outs != MULT * (2 + MULT):
         args.rows_each = 1 if fused else -(-args.rows // STEP_GROUPS)
         grid = (blocks * -(-args.outs // 8), -(-args.rows // args.rows_each))
-        name = "streams_step_held" if HELD and args.rows == 1 else "streams_step"
-        name += "_mixed" if args.parts else ""
-        name = "streams_step_summed" if args.peers.ranks else name
+        name = _step_kernel(args)
         launcher.launch(name, grid=grid, threads=STEP_THREADS, shared_bytes=STEP_SHARED, args=args)
     else:
         args.rows_each = _tile_rows(args.rows, blocks, launcher.num_sms)
@@ -187,6 +179,30 @@ def _launch(device: Device, args: StreamsArgs) -> None:
             shared_bytes=STEP_SHARED,
             args=args,
         )
+
+
+def _has_clusters(device: Device, args: StreamsArgs) -> bool:
+    return device.arch == "sm90a" and args.dim == CLUSTER_DIM and not args.peers.ranks
+
+
+def _run_clusters(device: Device, args: StreamsArgs) -> None:
+    """A row to a cluster, whose CTAs need no memory to add their parts."""
+    device.launcher.launch(
+        "streams_cluster_mixed" if args.parts else "streams_cluster",
+        grid=args.rows * CLUSTER_CTAS,
+        threads=STEP_THREADS,
+        shared_bytes=CLUSTER_SHARED,
+        args=args,
+        cluster=CLUSTER_CTAS,
+    )
+
+
+def _step_kernel(args: StreamsArgs) -> str:
+    """One row's CTAs are few enough to hold what they finish with from the start."""
+    if args.peers.ranks:
+        return "streams_step_summed"
+    held = "_held" if args.rows <= HELD_ROWS else ""
+    return f"streams_step{held}{'_mixed' if args.parts else ''}"
 
 
 def _tile_rows(num_rows: int, blocks: int, num_sms: int) -> int:

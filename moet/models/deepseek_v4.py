@@ -470,7 +470,9 @@ def _load_moe(weights: Weights, config: DeepseekV4Config, layer_idx: int) -> MoE
         limit=limit,
         arch=settings.arch,
     )
-    return MoE(layer_idx, router, shared, limit=limit, settings=settings, on_read=True)
+    return MoE(
+        layer_idx, router, shared, limit=limit, settings=settings, on_read=True, unsummed=True
+    )
 
 
 class Head:

@@ -111,7 +111,6 @@ def test_a_row_has_the_same_bits_in_any_company(
     monkeypatch.setattr(device_streams, "TILED_ROWS", 8)
     many = run(y, streams, post, mix, *placed, **HC, num_iters=20)
     for row in (0, 20, 36):
-        monkeypatch.setattr(device_streams, "HELD", row == 20)
         own = slice(row, row + 1)
         alone = run(y[own], streams[own], post[own], mix[own], *placed, **HC, num_iters=20)
         for whole in (few, many):
@@ -160,15 +159,16 @@ def test_a_cluster_has_the_bits_of_a_grid(
     if device.arch != "sm90a":
         pytest.skip("only sm90a has clusters of so many")
     dim = device_streams.CLUSTER_DIM
-    weights, (y, streams, post, mix) = site(24, dim), step(1, dim)
+    weights, (y, streams, post, mix) = site(24, dim), step(2, dim)
     given: Tensor | Mixture = y
     if mixed:
-        parts = torch.randn(2, dim, generator=torch.Generator().manual_seed(5)).bfloat16()
-        given = Mixture(parts, y, None, torch.arange(2).view(1, 2), lambda: y)
+        parts = torch.randn(4, dim, generator=torch.Generator().manual_seed(5)).bfloat16()
+        given = Mixture(parts, y, None, torch.arange(4).view(2, 2), lambda: y)
     run = hc_pass.bind(arch=device.arch, dim=dim, **FACTS)
     args = (given, streams, post, mix, MixMatrix(weights[0], device), *weights[1:])
-    wanted = run(*args, **HC, num_iters=20)
-    monkeypatch.setattr(device_streams, "CLUSTERS", True)
+    with monkeypatch.context() as without:
+        without.setattr(device_streams, "CLUSTER_ROWS", 0)
+        wanted = run(*args, **HC, num_iters=20)
     for a, b in zip(run(*args, **HC, num_iters=20), wanted, strict=True):
         if isinstance(a, Activations):
             assert isinstance(b, Activations)

@@ -66,10 +66,9 @@ def test_entry_and_head_are_their_references(gpu: Device, device: torch.device) 
     assert_close(head(streams, MixMatrix(fn, gpu), *rest, **HC), want_x, hc_head_norm.tolerance)
 
 
-@pytest.mark.parametrize("form", ["HELD", "CLUSTERS"])
 @pytest.mark.parametrize("num_rows", [1, 4])
 def test_forms_of_few_rows_have_the_same_bits(
-    gpu: Device, device: torch.device, form: str, num_rows: int, monkeypatch: pytest.MonkeyPatch
+    gpu: Device, device: torch.device, num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fn, *rest = site(24, device)
     parts = torch.randn(num_rows * 6, DIM, device=device).bfloat16()
@@ -79,8 +78,9 @@ def test_forms_of_few_rows_have_the_same_bits(
     streams = torch.randn(num_rows, 4, DIM, device=device).bfloat16()
     post, mix = torch.rand(num_rows, 4, device=device), torch.rand(num_rows, 4, 4, device=device)
     run = hc_pass.bind(arch=gpu.arch, mult=4, dim=DIM, placed=True)
-    want = run(y, streams, post, mix, MixMatrix(fn, gpu), *rest, **HC, num_iters=20)
-    monkeypatch.setattr(device_streams, form, True)
+    with monkeypatch.context() as without:
+        without.setattr(device_streams, "CLUSTER_ROWS", 0)
+        want = run(y, streams, post, mix, MixMatrix(fn, gpu), *rest, **HC, num_iters=20)
     for given in (y, Mixture(parts, shared, None, ids, lambda: y)):
         found = run(given, streams, post, mix, MixMatrix(fn, gpu), *rest, **HC, num_iters=20)
         for a, b in zip(found, want, strict=True):
