@@ -1,6 +1,6 @@
 """GLM's attention kernels at released widths on a GPU, each in the variants that could be bound.
 
-    python -m bench.glm_ops [--parts attention,chunks,products,index] [--out FILE]
+    python -m bench.glm_ops [--parts attention,chunks,products,tiles,index] [--out FILE]
 
 A variant's calls for many layers, each with state and weights of its own, are captured together and
 played as one, so that neither caches nor the host count. Knows the kernels' module constants.
@@ -31,7 +31,7 @@ from moet.runtime.queues import CudaGraphs, CudaQueue
 
 RESULTS = Path(__file__).parent / "results" / "glm_ops.json"
 PAGE, LATENT, ROPE, HEADS, TOP_K, INDEX_HEADS, INDEX_DIM = 64, 512, 64, 64, 2048, 32, 128
-LAYERS = 12
+LAYERS, CHUNK = 12, 8192
 # Heads of a program, keys of a tile, warps; of chunks by heads of a rank.
 ATTENTION = ((64, 64, 8), (64, 64, 4), (32, 64, 4), (16, 64, 8), (16, 64, 4))
 CHUNKS = {64: ((64, 64, 8), (64, 64, 4)), 32: ((32, 64, 8), (32, 64, 4), (64, 64, 8))}
@@ -192,6 +192,41 @@ def product_rows(bench: Bench, queue: CudaQueue) -> None:
                     bench.add(case, time_us(queue, work) / LAYERS, "us", floor=floor)
 
 
+def tile_rows(bench: Bench, queue: CudaQueue) -> None:
+    """Products a head of a whole chunk, by the rows that a program takes at once."""
+    cos, sin = (torch.rand(CHUNK, ROPE // 2, device="cuda") for _ in range(2))
+    for num_heads in (HEADS, HEADS // 2):
+        w_uk, w_uv = (
+            HeadMatrices(each.values[:num_heads], each.scales[:num_heads])  # type: ignore[index]
+            for each in (matrices(LATENT, 192, fp8=True), matrices(256, LATENT, fp8=True))
+        )
+        q, mixed = bf16(CHUNK, num_heads * 256), bf16(CHUNK, num_heads, LATENT)
+        calls: dict[str, tuple[Callable[[], Tensor], float]] = {
+            "latent_queries": (
+                lambda q=q, w=w_uk: triton_mla.latent_queries(  # type: ignore[misc]
+                    q, w, cos, sin, index_heads=0, index_dim=0, index_form=None
+                )[0],
+                2.0 * CHUNK * num_heads * 192 * LATENT,
+            ),
+            "head_products": (
+                lambda x=mixed, w=w_uv: triton_mla.head_products(  # type: ignore[misc]
+                    x, w, quantised=True
+                ).plain(),
+                2.0 * CHUNK * num_heads * 256 * LATENT,
+            ),
+        }
+        for name, (call, flops) in calls.items():
+            first: Tensor | None = None
+            for many in (64, 128, 256):
+                case = f"{name} of {CHUNK} rows, {num_heads} heads, {many} rows at once"
+                with bench.part(case), constants(triton_mla, {"MANY_ROWS": many}):
+                    found = call()
+                    first = found if first is None else first
+                    taken_us = time_us(queue, call)
+                    note = f"{flops / taken_us / 1e6:.0f} TFLOP/s; {differing(found, first)}"
+                    bench.add(case, taken_us, "us", note=note)
+
+
 def matrices(n: int, k: int, *, fp8: bool) -> HeadMatrices:
     """Random ones, one a head."""
     values = bf16(HEADS, n, k)
@@ -234,6 +269,7 @@ PARTS: dict[str, Callable[[Bench, CudaQueue], None]] = {
     "attention": attention_rows,
     "chunks": prefill_rows,
     "products": product_rows,
+    "tiles": tile_rows,
     "index": index_rows,
 }
 
