@@ -38,6 +38,7 @@ from moet.kernels.device_gemm import Device
 from moet.kernels.registry import watching
 from moet.models.dummy import DummyOptions
 from moet.models.synthetic import MODEL_NAME
+from moet.runtime.batch import Batch, StepResult
 from moet.runtime.core import EngineCore
 from moet.runtime.device_runner import Placement
 from moet.runtime.device_sampler import Kind
@@ -67,6 +68,8 @@ PARTS = (
 )
 QUICK = ("decode", "drafts", "prompts", "ops", "engine")
 BESIDE_TOKENS = 100_000
+BESIDE_ROWS, BESIDE_SHARE = 4096, 0.37  # of a pass; what it may take of the user's rate
+SAME_TOKENS = 400  # of the user, that must be those it has alone
 
 
 @dataclass
@@ -251,21 +254,31 @@ class Loop:
             placement=placement,
         )
 
-    def submit(
-        self, name: str, num_prompt: int, max_tokens: int, spec_tokens: int | None = None
-    ) -> None:
-        ids = torch.randint(1000, 60_000, (num_prompt,)).tolist()
-        params = SamplingParams(
-            temperature=0.0, ignore_eos=True, max_tokens=max_tokens, spec_tokens=spec_tokens
-        )
+        self.told: dict[str, list[int]] = {}
+
+    def submit(self, name: str, ids: list[int], max_tokens: int) -> None:
+        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens)
         self.core.submit(Request(request_id=name, prompt_token_ids=ids, params=params))
+        self.told[name] = []
 
     def step(self) -> list[TokenEvent]:
         events = self.core.step()
         for event in events:
             if event.error:
                 raise RuntimeError(event.error)
+            self.told[event.request_id] += event.token_ids
         return events
+
+    def until(self, over: Callable[[], bool]) -> None:
+        while not over():
+            self.step()
+
+    def tokens(self, name: str, ids: list[int], max_tokens: int) -> list[int]:
+        """What a request that is alone is told."""
+        self.submit(name, ids, max_tokens)
+        self.until(lambda: len(self.told[name]) == max_tokens)
+        self.until(lambda: not self.core.has_work)
+        return self.told[name]
 
     def token_times(self, name: str, until: Callable[[list[TokenEvent]], bool]) -> list[float]:
         """Moments of one request's tokens, from now on until an event says stop."""
@@ -280,14 +293,21 @@ class Loop:
         return lambda events: any(e.request_id == name and e.finish_reason for e in events)
 
 
-def open_loop(made: DummyModel, device: Device, num_drafts: int) -> Loop:
+def random_ids(count: int) -> list[int]:
+    ids: list[int] = torch.randint(1000, 60_000, (count,)).tolist()
+    return ids
+
+
+def open_loop(
+    made: DummyModel, device: Device, num_drafts: int, *, num_rows: int = 2048, share: float = 0.4
+) -> Loop:
     queue = CudaQueue()
     return Loop(
         made,
         Placement(queue, CudaGraphs(queue), device.error, device.arch),
         max_num_seqs=1 if num_drafts else 2,
-        max_num_batched_tokens=2048,
-        prefill_share=0.4,
+        max_num_batched_tokens=num_rows,
+        prefill_share=share,
         num_spec_tokens=num_drafts,
         adaptive_spec=False,
     )
@@ -301,7 +321,7 @@ def engine_rows(bench: Bench, made: DummyModel, device: Device) -> None:
             began_s = perf_counter()
             loop = open_loop(made, device, num_drafts)
             bench.add(f"{case}, start with weights loaded", perf_counter() - began_s, "s")
-            loop.submit("alone", CONTEXT, 200)
+            loop.submit("alone", random_ids(CONTEXT), 200)
             times = loop.token_times("alone", loop.ended("alone"))[20:]
             between = [1e3 * (b - a) for a, b in pairwise(times)]
             note = f"median {median(between):.3f} ms, longest {max(between):.3f} ms"
@@ -309,31 +329,79 @@ def engine_rows(bench: Bench, made: DummyModel, device: Device) -> None:
 
 
 def beside_rows(bench: Bench, made: DummyModel, device: Device, num_prompt: int) -> None:
-    """A decoding user alone, then beside a prompt of so many tokens."""
+    """A decoding user alone, then beside a prompt of so many tokens, whose layers pass between the
+    user's steps. Both have the tokens that they have alone."""
     with bench.part("a decoding user beside a long prompt"):
-        loop = open_loop(made, device, 0)
-        loop.submit("user", CONTEXT, 60_000)
+        loop = open_loop(made, device, 0, num_rows=BESIDE_ROWS, share=BESIDE_SHARE)
+        case = f"a prompt of {num_prompt} tokens"
+        prompt, user = random_ids(num_prompt), random_ids(CONTEXT)
+        began_s = perf_counter()
+        alone = loop.tokens("alone", prompt, 4)
+        rate = num_prompt / (perf_counter() - began_s)
+        bench.add(f"{case} alone", rate, "tokens/s", better="higher")
+        user_alone = loop.tokens("user alone", user, SAME_TOKENS)
+        steps = StepLog(loop.core)
+        loop.submit("user", user, 60_000)
         loop.token_times("user", lambda events: len(events) > 0)
-        steps = iter(range(170))
-        times = loop.token_times("user", lambda events: next(steps, None) is None)[20:]
+        count = iter(range(170))
+        times = loop.token_times("user", lambda events: next(count, None) is None)[20:]
         alone_ms = mean(1e3 * (b - a) for a, b in pairwise(times))
-        loop.submit("long", num_prompt, 1)
+        steps.clear()
+        loop.submit("long", prompt, 4)
         began_s = perf_counter()
         times = loop.token_times("user", loop.ended("long"))
         taken_s = perf_counter() - began_s
         between = sorted(1e3 * (b - a) for a, b in pairwise(times))
         share = alone_ms / mean(between)
         note = f"{mean(between):.2f} ms a token against {alone_ms:.2f} ms"
-        case = f"user beside a prompt of {num_prompt} tokens"
+        case = f"user beside {case}"
         bench.add(
             f"{case}, share of the rate alone", share, "x", better="higher", target=0.6, note=note
         )
         p99 = between[int(0.99 * (len(between) - 1))]
-        note = f"median {median(between):.2f} ms, longest {between[-1]:.2f} ms"
+        note = f"median {median(between):.2f} ms, longest {between[-3:]} ms"
         bench.add(f"{case}, p99 between tokens", p99, "ms", target=100, note=note)
         rate = num_prompt / taken_s
-        bench.add(f"{case}, prompt", rate, "tokens/s", better="higher", target=4000)
+        note = steps.told(taken_s)
+        bench.add(f"{case}, prompt", rate, "tokens/s", better="higher", target=4000, note=note)
+        loop.until(lambda: len(loop.told["user"]) >= SAME_TOKENS)
+        same = loop.told["long"] == alone and loop.told["user"][:SAME_TOKENS] == user_alone
+        bench.add(f"{case}, tokens as alone", float(same), "", better="higher", target=1)
         loop.core.abort("user")
+
+
+class StepLog:
+    """What the steps of a core took on the device, by what they carried."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.seen: list[tuple[int, int, int, float]] = []  # decoding, parts, rows of prompts, s
+        commit = core._scheduler.commit
+
+        def logged(batch: Batch, result: StepResult) -> list[TokenEvent]:
+            num_rows = batch.num_prefill_tokens
+            self.seen.append((batch.num_decoding, batch.num_parts, num_rows, result.device_s))
+            return commit(batch, result)
+
+        core._scheduler.commit = logged  # type: ignore[method-assign]
+
+    def clear(self) -> None:
+        self.seen.clear()
+
+    def told(self, taken_s: float) -> str:
+        """Where the time of a prompt went, in words."""
+        plain = [1e3 * s for _, parts, _, s in self.seen if not parts]
+        passing = [(parts, 1e3 * s) for _, parts, _, s in self.seen if parts]
+        rows = [rows for _, _, rows, _ in self.seen if rows]
+        device_s = sum(s for *_, s in self.seen)
+        if not plain or not passing or not rows:
+            return f"steps {self.seen[:4]}"
+        extra = sum(ms for _, ms in passing) - len(passing) * median(plain)
+        return (
+            f"{len(self.seen)} steps, {device_s:.2f} of {taken_s:.2f} s on the device; "
+            f"{len(plain)} of {median(plain):.2f} ms carry none of it, {len(passing)} of "
+            f"{median(ms for _, ms in passing):.2f} ms {mean(n for n, _ in passing):.1f} layers of "
+            f"{max(rows)} rows, {extra / max(1, sum(n for n, _ in passing)):.2f} ms each"
+        )
 
 
 # Rows of a step up to which its experts are two launches, and up to which they are four.
