@@ -20,6 +20,7 @@ from moet.kernels.stream_gemm import Launcher
 from moet.kernels.triton_attention import (
     LOG2E,
     MAX_PARTS,
+    SPLIT_TILES,
     TILES_AHEAD,
     attend_tile,
     scaled_sum,
@@ -32,6 +33,9 @@ HEADS_EACH = {"sm90a": 64, "sm120a": 16}
 HEADS_APART = {"sm90a": 64, "sm120a": 16}  # where every tile has a program
 HEADS_JOINED = 1  # of one program that joins tiles
 KEYS = 64  # of a tile
+EAGER = False  # whether tiles with programs of their own ask for all that they read at once
+PROGRAMS_EACH = 1  # of a tile, up to SPLIT_TILES of them in all: each makes all weights, some sums
+TILES_JOINED = TILES_AHEAD  # that a program reads at once
 WARPS = 8  # of a program that attends
 
 
@@ -52,6 +56,14 @@ def find_latents(
     key = tile * KEYS + tl.arange(0, KEYS)
     valid = key < visible
     position = tl.load(selected + row * TOP_K + key, mask=valid, other=0).to(tl.int64)
+    return place_latents(position, table, valid, PAGE_BYTES, ENTRIES, ROW_BYTES)
+
+
+@triton.jit
+def place_latents(
+    position, table, valid, PAGE_BYTES, ENTRIES: tl.constexpr, ROW_BYTES: tl.constexpr
+):
+    """As find_latents, of positions, [KEYS] int64, which mean nothing where not valid."""
     page = tl.load(table + position // ENTRIES, mask=valid, other=0)
     return page * PAGE_BYTES + position % ENTRIES * ROW_BYTES, valid
 
@@ -87,6 +99,60 @@ def load_latents(pages, at, valid, LATENT: tl.constexpr, ROPE: tl.constexpr, NVF
             blocks = blocks + (value.to(tl.bfloat16),)
         rope = (data + LATENT + LATENT // 128 * 4).to(tl.pointer_type(tl.bfloat16))
         turned = tl.load(rope + tl.arange(0, ROPE)[None, :], mask=real, other=0.0)
+    return blocks + (turned,)
+
+
+@triton.jit
+def e2m1_scaled(code, factor):
+    """Value of e2m1 codes (int32) times factor, exact: exponent and mantissa bit as they stand in
+    fp32 are 2^126 times too small."""
+    bits = ((code & 7) << 22) | ((code & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * 2.0**100 * (factor * 2.0**26)
+
+
+@triton.jit
+def load_latents_at_once(
+    pages, at, valid, LATENT: tl.constexpr, ROPE: tl.constexpr, NVFP4: tl.constexpr
+):
+    """As load_latents, but everything is asked for before any of it is used."""
+    KEYS: tl.constexpr = at.shape[0]
+    BLOCKS: tl.constexpr = LATENT // 64
+    data = (pages + tl.multiple_of(at, 16))[:, None]
+    real = valid[:, None]
+    codes = ()
+    blocks = ()
+    if NVFP4:
+        d = tl.arange(0, 32)[None, :]
+        for b in tl.static_range(BLOCKS):
+            codes = codes + (tl.load(data + (b * 32 + d), mask=real, other=0),)
+        WORD: tl.constexpr = tl.int64 if BLOCKS == 8 else tl.int32 if BLOCKS == 4 else tl.int16
+        tl.static_assert(BLOCKS == 8 or BLOCKS == 4 or BLOCKS == 2)
+        words = (data + (LATENT // 2 + ROPE)).to(tl.pointer_type(WORD))
+        scale = tl.load(words + tl.arange(0, 4)[None, :], mask=real, other=0)
+        key = tl.load(data + LATENT // 2 + tl.arange(0, ROPE)[None, :], mask=real, other=0)
+        tl.debug_barrier()  # or the compiler would ask for one after the other
+        for b in tl.static_range(BLOCKS):
+            packed = codes[b].to(tl.int32)
+            byte = ((scale >> (8 * b)) & 0xFF).to(tl.uint8)
+            factor = byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+            pairs = tl.reshape(tl.join(packed & 15, packed >> 4), [KEYS, 4, 16])
+            value = e2m1_scaled(pairs, factor[:, :, None])
+            blocks = blocks + (tl.reshape(value, [KEYS, 64]).to(tl.bfloat16),)
+        turned = key.to(tl.float8e4nv, bitcast=True).to(tl.float32).to(tl.bfloat16)
+    else:
+        d = tl.arange(0, 64)[None, :]
+        scales = (data + LATENT).to(tl.pointer_type(tl.float32))
+        factors = ()
+        for b in tl.static_range(BLOCKS):
+            codes = codes + (tl.load(data + (b * 64 + d), mask=real, other=0),)
+        for b in tl.static_range(BLOCKS // 2):
+            factors = factors + (tl.load(scales + b, mask=real, other=0.0),)
+        rope = (data + LATENT + LATENT // 128 * 4).to(tl.pointer_type(tl.bfloat16))
+        turned = tl.load(rope + tl.arange(0, ROPE)[None, :], mask=real, other=0.0)
+        tl.debug_barrier()
+        for b in tl.static_range(BLOCKS):
+            value = codes[b].to(tl.float8e4nv, bitcast=True).to(tl.float32) * factors[b // 2]
+            blocks = blocks + (value.to(tl.bfloat16),)
     return blocks + (turned,)
 
 
@@ -131,14 +197,16 @@ def attend_latents(
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
     KEYS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    EAGER: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Row, tile, head block. WHOLE: all tiles of a row in turn, and its output; otherwise one tile,
-    and its sums."""
+    and one of SPLIT parts of its sums. EAGER: it asks for all that it reads at once."""
     begin(OVERLAP)
     BLOCKS: tl.constexpr = LATENT // 64
     row = tl.program_id(0).to(tl.int64)
-    h = tl.program_id(2) * HB + tl.arange(0, HB)
+    h = tl.program_id(2) // SPLIT * HB + tl.arange(0, HB)
     real = (h < HEADS)[:, None]
     d = tl.arange(0, 64)[None, :]
     visible = visible_of(positions, row, TOP_K)
@@ -170,19 +238,33 @@ def attend_latents(
             tl.store(to + b * 64, (acc[b] * factor).to(out.dtype.element_ty), mask=real)
     else:
         tile = tl.program_id(1)
+        if EAGER:  # before it is known how many of them there are
+            key = tile * KEYS + tl.arange(0, KEYS)
+            position = tl.load(selected + row * TOP_K + key, mask=key < TOP_K, other=-1)
         if tile * KEYS < visible:
             q = load_query(q_ptr, row, h, HEADS, LATENT, ROPE)
-            at, valid = find_latents(
-                selected, table, row, tile, visible, PAGE_BYTES, TOP_K, ENTRIES, ROW_BYTES, KEYS
-            )
-            blocks = load_latents(pages, at, valid, LATENT, ROPE, NVFP4)
+            if EAGER:
+                valid = (key < visible) & (position >= 0)
+                at, valid = place_latents(
+                    position.to(tl.int64), table, valid, PAGE_BYTES, ENTRIES, ROW_BYTES
+                )
+                blocks = load_latents_at_once(pages, at, valid, LATENT, ROPE, NVFP4)
+            else:
+                at, valid = find_latents(
+                    selected, table, row, tile, visible, PAGE_BYTES, TOP_K, ENTRIES, ROW_BYTES, KEYS
+                )
+                blocks = load_latents(pages, at, valid, LATENT, ROPE, NVFP4)
             weight, top, total = attend_tile(q, blocks, valid, scale, BLOCKS + 1)
             part = (row * tl.num_programs(1) + tile) * HEADS + h
-            tl.store(part_sum + part * 2, top, mask=h < HEADS)
-            tl.store(part_sum + part * 2 + 1, total, mask=h < HEADS)
             to = part_acc + part[:, None] * LATENT + d
-            for b in tl.static_range(BLOCKS):
-                tl.store(to + b * 64, tl.dot(weight, blocks[b]), mask=real)
+            mine = tl.program_id(2) % SPLIT
+            if mine == 0:
+                tl.store(part_sum + part * 2, top, mask=h < HEADS)
+                tl.store(part_sum + part * 2 + 1, total, mask=h < HEADS)
+            for s in tl.static_range(SPLIT):
+                if mine == s:
+                    for b in tl.static_range(s * BLOCKS // SPLIT, (s + 1) * BLOCKS // SPLIT):
+                        tl.store(to + b * 64, tl.dot(weight, blocks[b]), mask=real)
 
 
 @triton.jit
@@ -204,6 +286,7 @@ def join_latents(
     KEYS: tl.constexpr,
     EACH: tl.constexpr,
     AHEAD: tl.constexpr,
+    EAGER: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Row and EACH heads: the tiles that have keys, in ascending order, AHEAD of them read at
@@ -230,6 +313,8 @@ def join_latents(
             totals = totals + (tl.load(part_sum + part * 2 + 1, mask=used, other=0.0),)
             at = part_acc + part[:, None] * LATENT + d[None, :]
             parts = parts + (tl.load(at, mask=used[:, None], other=0.0),)
+        if EAGER:
+            tl.debug_barrier()  # or the compiler would ask for one after the other
         for i in tl.static_range(AHEAD):
             top, total, old, new = shares(top, total, tops[i], totals[i])
             old = tl.broadcast_to(old[:, None], [EACH, LATENT])
@@ -279,9 +364,10 @@ def attend_selected(
     most_heads = (HEADS_EACH if whole else HEADS_APART)[arch]
     heads = min(most_heads, max(least_heads, triton.next_power_of_2(num_heads)))
     parts = 0 if whole else num_rows * num_tiles * num_heads
+    split = PROGRAMS_EACH if not whole and num_rows * num_tiles <= SPLIT_TILES else 1
     part_acc = torch.empty(parts * latent_dim, dtype=torch.float32, device=query.device)
     part_sum = torch.empty(parts * 2, dtype=torch.float32, device=query.device)
-    attend_latents[(num_rows, 1 if whole else num_tiles, triton.cdiv(num_heads, heads))](
+    attend_latents[(num_rows, 1 if whole else num_tiles, triton.cdiv(num_heads, heads) * split)](
         query,
         latents.pages,
         selected,
@@ -304,6 +390,8 @@ def attend_selected(
         LATENT=latent_dim,
         ROPE=form.rope_dim,
         KEYS=KEYS,
+        SPLIT=split,
+        EAGER=EAGER,
         num_warps=WARPS,
         num_stages=1,
         **overlap(query),
@@ -321,7 +409,8 @@ def attend_selected(
             LATENT=latent_dim,
             KEYS=KEYS,
             EACH=each,
-            AHEAD=TILES_AHEAD,
+            AHEAD=TILES_JOINED,
+            EAGER=EAGER,
             num_warps=4,
             **overlap(query),
         )

@@ -237,6 +237,11 @@ def test_latent_attention(
     want = latent_attention(query, latents, selected, rows, **settings)
     assert_close(got[real], want[real], latent_attention.tolerance)
     assert got.isfinite().all()
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_mla_attention, "EAGER", True)
+        patch.setattr(triton_mla_attention, "PROGRAMS_EACH", 2)
+        eager = triton_mla_attention.latent_attention(query, latents, selected, rows, **settings)
+    assert torch.equal(eager, got)
     monkeypatch.setattr(triton_mla_attention, "MAX_PARTS", 0)  # one program takes tiles in turn
     whole = triton_mla_attention.latent_attention(query, latents, selected, rows, **settings)
     assert torch.equal(whole, got)
