@@ -236,13 +236,14 @@ def bring(bench: Bench) -> Results:
                 totals[name] += taken if n >= WARM_STEPS else 0.0
         case: Results = {f"{k} ms": round(v / (2 * STEPS), 4) for k, v in totals.items()}
         first = pools["1024 threads"].tables
-        for name, pool in pools.items():
-            same = torch.equal(pool.tables.row_of, first.row_of)
-            same &= torch.equal(pool.tables.uses, first.uses)
-            case[f"{name}, same books, bits"] = (
-                same,
-                compare(rig, steps[name], steps["resident"], 2).same,
-            )
+        case["same books"] = {
+            name: torch.equal(pool.tables.row_of, first.row_of)
+            and torch.equal(pool.tables.uses, first.uses)
+            for name, pool in pools.items()
+        }
+        case["same bits"] = {
+            name: compare(rig, steps[name], steps["resident"], 2).same for name in pools
+        }
         case["error word"] = int(rig.device.error)
         found[f"{num_rows} rows, {100 * rate:.1f} % aimed at"] = case
         print(num_rows, rate, case, flush=True)
