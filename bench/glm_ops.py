@@ -248,7 +248,7 @@ def index_rows(bench: Bench, queue: CudaQueue) -> None:
         for cache in caches:
             scales = cache.pages[:, PAGE * INDEX_DIM :].view(torch.float32)
             scales.copy_(torch.rand_like(scales) * 0.01)
-        query = torch.randn(num_rows, INDEX_HEADS, INDEX_DIM, device="cuda")
+        query = bf16(num_rows, INDEX_HEADS, INDEX_DIM)
         gate = torch.randn(num_rows, INDEX_HEADS, device="cuda")
         case = f"index_select, {num_rows} rows, context {context}"
 

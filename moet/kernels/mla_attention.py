@@ -111,8 +111,8 @@ def latent_queries(
 
     q: [T, H * (nope + rope) + index_heads * index_dim] fp32 or bf16. w_uk: [H, latent, nope].
     index_form: the encoding that index queries are rounded to, if any. Returns
-    [T, H, latent + rope] in the dtype of q, and index queries [T, index_heads, index_dim] fp32, or
-    None if index_heads is 0.
+    [T, H, latent + rope] in the dtype of q, and index queries [T, index_heads, index_dim] fp32 (on
+    a GPU bf16, which holds them exactly), or None if index_heads is 0.
     """
     num_heads, _, nope = w_uk.values.shape
     width = q.shape[1] - index_heads * index_dim

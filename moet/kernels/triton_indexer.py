@@ -152,8 +152,9 @@ def score_page(
         query = tl.load(q + at, mask=(h < HEADS)[None, :], other=0.0)
         wanted = tl.maximum(tl.dot(key, query.to(tl.bfloat16)), 0.0)
         weight = tl.load(gate + row * gate_stride + h, mask=h < HEADS, other=0.0)
-        weight = weight.to(q.dtype.element_ty).to(tl.float32) * gate_scale
-        score = tl.sum(wanted * weight[None, :], 1)
+        if not FP8:  # whose gates have the dtype of its queries
+            weight = weight.to(q.dtype.element_ty)
+        score = tl.sum(wanted * (weight.to(tl.float32) * gate_scale)[None, :], 1)
         tl.store(scores + row * width + entry, score, mask=entry < visible)
 
 
@@ -205,8 +206,9 @@ def score_rows(
                 key = load_keys(keys + page * PAGE_BYTES, DIM, ENTRIES, FP8)
                 held = page
             wanted = tl.maximum(tl.dot(key, tl.trans(query)), 0.0)
-            weight = weight.to(q.dtype.element_ty).to(tl.float32) * gate_scale
-            score = tl.sum(wanted * weight[None, :], 1)
+            if not FP8:  # as in score_page
+                weight = weight.to(q.dtype.element_ty)
+            score = tl.sum(wanted * (weight.to(tl.float32) * gate_scale)[None, :], 1)
             visible = tl.where(visible > TOP_K, visible, 0)
             tl.store(scores + row * width + entry, score, mask=entry < visible)
 

@@ -402,6 +402,7 @@ def turn_heads(
         byte = e4m3_exponent(tl.max(tl.abs(wide), 1))
         code = e4m3_codes(wide * power_of_two(254 - byte)[:, None]).to(tl.uint8)
         value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32) * power_of_two(byte)[:, None]
+        value = value.to(index.dtype.element_ty)  # exact
         tl.store(index + row * INDEX_HEADS * INDEX_DIM + place, value, mask=real)
 
 
@@ -682,7 +683,7 @@ def latent_queries(
     assert index_form is None or isinstance(index_form, Fp8IndexKeys)  # by the predicate
     num_rows, (num_heads, latent, nope), rope = len(q), w_uk.values.shape, 2 * cos.shape[1]
     query = torch.empty((num_rows, num_heads, latent + rope), dtype=q.dtype, device=q.device)
-    index = torch.empty((num_rows, index_heads, index_dim), dtype=torch.float32, device=q.device)
+    index = torch.empty((num_rows, index_heads, index_dim), dtype=q.dtype, device=q.device)
     if num_rows:
         rows = _tile_rows(num_rows)
         places = num_heads * triton.cdiv(latent, OUTPUTS)

@@ -62,7 +62,7 @@ class ReleasedGlm:
         query, mixed = bf16(n, HEADS, LATENT + ROPE), bf16(n, HEADS, LATENT)
         w_uk, w_uv = self.matrices(LATENT, NOPE), self.matrices(VALUE, LATENT)
         selected = torch.zeros(n, TOP_K, dtype=torch.int32, device=self.device)
-        index_query, gate_up = fp32(n, INDEX_HEADS, INDEX_DIM), bf16(n, 2 * INTER)
+        index_query, gate_up = bf16(n, INDEX_HEADS, INDEX_DIM), bf16(n, 2 * INTER)
         return {
             "add_rms_norm": lambda: triton_mla.add_rms_norm(stream, stream, weight, eps=1e-5),
             "latent_inputs": lambda: triton_mla.latent_inputs(

@@ -162,7 +162,7 @@ def test_latent_queries(n: int, index_heads: int, device: torch.device) -> None:
     if got_index is not None and n:
         assert want_index is not None
         assert (got_index != want_index).float().mean() < 0.01
-        assert_close(got_index, want_index, latent_queries.tolerance)
+        assert_close(got_index.float(), want_index, latent_queries.tolerance)
 
 
 def matrices(
@@ -202,10 +202,11 @@ def test_selection(
     n = len(rows.positions)
     form = Fp8IndexKeys(INDEX_DIM, PAGE)
     q = form.round(fp32(n, INDEX_HEADS, INDEX_DIM, device=device))
+    assert torch.equal(q.bfloat16().float(), q)
     gate = fp32(n, INDEX_DIM + INDEX_HEADS, device=device)[:, INDEX_DIM:]
     args = (q, gate, paged(form, rows), rows)
     settings = {"ratio": 1, "top_k": 32, "gate_scale": 0.3}
-    got = triton_indexer.index_select(*args, **settings)
+    got = triton_indexer.index_select(q.bfloat16(), *args[1:], **settings)
     want = index_select(*args, **settings)
     real = rows.positions >= 0
     assert torch.equal(got[real], want[real])
