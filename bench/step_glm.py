@@ -27,15 +27,15 @@ import torch
 from torch import Tensor
 
 from bench.gpu import check_parts, open_gpu
+from bench.lone_rank import LoneComm, lone_rank
 from bench.step_h200 import GIB, Bench, op_rows, prompt_rows
+from bench.timeline import by_name, one_layer, timeline
 from moet.bench.device_rig import DeviceRig
 from moet.bench.device_step import OpRecorder, profile_kernels
 from moet.bench.rig import Shape
 from moet.config import ModelSettings
-from moet.kernels import device_latents, triton_mla_attention
-from moet.kernels.comm import added
+from moet.kernels import device_latents, join_norm, triton_mla_attention
 from moet.kernels.device_gemm import Device
-from moet.kernels.mixture import Mixture
 from moet.kernels.quant import Activations
 from moet.kernels.registry import watching
 from moet.models.base import ForwardInput
@@ -46,39 +46,15 @@ from moet.models.sharding import WHOLE, Shard
 from moet.models.synthetic_glm import MODEL_NAME
 from moet.runtime.device_runner import Placement
 from moet.runtime.dummy import DummyModel, dummy_model, preset_config
+from moet.runtime.parallel.device import DeviceComm
 from moet.runtime.queues import CudaGraphs, CudaQueue
 
 RESULTS = Path(__file__).parent / "results" / "step_glm.json"
-PARTS = ("exact", "variants", "decode", "ops", "prompts", "chunk", "long")
+PARTS = ("exact", "variants", "decode", "timeline", "ops", "prompts", "chunk", "long")
 PROMPT = 8192
 CONTEXT, LONG = 1024, 262_144
 DECODE = ((1, 1), (1, 3), (8, 1), (32, 1))
 EXACT_TOKENS = 2600  # more than are selected, so that the last rows choose
-
-
-class Echo:
-    """The Comm of a rank whose others have what it has itself: what it computes costs the same."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self.num_ranks = num_ranks
-
-    def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        return x.to(dtype or x.dtype)
-
-    def sum_on_read(self, x: Tensor | Mixture, dtype: torch.dtype | None = None) -> Tensor:
-        return self.sum(added(x), dtype)
-
-    def gather(self, x: Tensor) -> Tensor:
-        return x.repeat(1, self.num_ranks)
-
-    def receive(self, like: Tensor) -> Tensor:
-        raise AssertionError("there is one stage")
-
-    def send(self, x: Tensor) -> None:
-        raise AssertionError("there is one stage")
-
-    def from_last(self, x: Tensor) -> Tensor:
-        return x
 
 
 class Tracer:
@@ -193,30 +169,59 @@ def exact_rows(bench: Bench, made: DummyModel, device: Device, tracer: Tracer) -
             bench.add(f"exact, {name}: of the last 4 rows differ", num_off, "rows", note=note)
 
 
-def variant_rows(bench: Bench, made: DummyModel, device: Device, num_steps: int) -> None:
-    """Ways to run a decode step side by side: what they take, and whether logits are the same."""
-    kept = dict(triton_mla_attention.HEADS_APART)
+WAYS: dict[str, dict[str, Any]] = {
+    "as bound": {},
+    "norms by a cluster": {"placed": True},
+    "norms by a cluster, which sums experts": {"placed": True, "unsummed": True},
+    "tiles that ask at once": {"EAGER": True},
+    "tiles that ask at once, 4 programs each": {"EAGER": True, "PROGRAMS_EACH": 4},
+    "all of these": {
+        "placed": True, "unsummed": True, "on_read": True, "EAGER": True, "PROGRAMS_EACH": 4,
+    },
+}  # fmt: skip
+
+
+BOUND = {
+    name: getattr(triton_mla_attention, name)
+    for name in ("EAGER", "PROGRAMS_EACH", "TILES_JOINED", "HEADS_APART")
+}
+
+
+def take_way(made: DummyModel, shard: Shard, way: dict[str, Any]) -> None:
+    """Bind a model's steps as a way has it; {} is as they are bound."""
     assert isinstance(made.model, GlmMoeDsa)
-    layers = [layer.moe for layer in made.model.layers if layer.moe is not None]
+    for name, bound in BOUND.items():
+        setattr(triton_mla_attention, name, way.get(name, bound))
+    norms = [norm for layer in made.model.layers for norm in (layer.input_norm, layer.post_norm)]
+    for norm in (*norms, made.model.norm):
+        assert norm is not None
+        norm.bind(placed=way.get("placed", join_norm.PLACED))
+    for layer in made.model.layers:
+        if layer.moe is not None:
+            layer.moe.unsummed = way.get("unsummed", False)
+    if isinstance(shard.comm, LoneComm | DeviceComm):
+        shard.comm.sums_on_read = way.get("on_read", False)
+
+
+def variant_rows(
+    bench: Bench, made: DummyModel, device: Device, shard: Shard, num_steps: int
+) -> None:
+    """Ways to run a decode step side by side: what they take, and whose logits are the same."""
     ids = torch.randint(0, made.model.vocab_size, (CONTEXT + 7,))
-    first: Tensor | None = None
-    for heads, unsummed in ((None, False), (16, False), (None, True), (16, True)):
-        what = f"{heads or 'bound'} heads a program, experts summed "
-        what += "by the norm" if unsummed else "by a launch"
+    first: dict[bool, Tensor] = {}  # by whether norms sum in the cluster's order
+    for what, way in WAYS.items():
         with bench.part(f"variant: {what}"):
-            each = kept if heads is None else dict.fromkeys(kept, heads)
-            triton_mla_attention.HEADS_APART.update(each)
-            for moe in layers:
-                moe.unsummed = unsummed
+            take_way(made, shard, way)
             steps, start, logits = Steps(made, device, len(ids)), CONTEXT, []
             steps.run(ids[:start], 0)
             for size in (1, 3, 1, 2):
                 logits.append(steps.run(ids[start : start + size], start))
                 start += size
             found = torch.cat(logits)
-            first = found if first is None else first
-            num_off = int((found != first).any(1).sum())
-            note = f"{num_off} of {len(found)} rows differ; fault {int(device.error)}"
+            like = first.setdefault(bool(way.get("placed")), found)
+            note = f"{int((found != like).any(1).sum())} of {len(found)} rows differ"
+            off = float((found - next(iter(first.values()))).abs().max())
+            note += f"; {off:.4f} from the first way; fault {int(device.error)}"
             device.error.zero_()
             rig = rig_of(made, device, num_seqs=8, longest=2048)
             for num_seqs, num_rows in ((1, 1), (1, 3), (8, 1)):
@@ -225,9 +230,30 @@ def variant_rows(bench: Bench, made: DummyModel, device: Device, num_steps: int)
                 case = f"{num_seqs} streams, {num_rows} rows, {what}"
                 bench.add(case, times.step_ms, "ms/step", note=note)
             del rig
-    triton_mla_attention.HEADS_APART.update(kept)
-    for moe in layers:
-        moe.unsummed = False
+    take_way(made, shard, {})
+
+
+def timeline_rows(bench: Bench, rig: DeviceRig, layers: int, what: str, num_rows: int = 1) -> None:
+    """What each kernel adds to a step in which they overlap, in all and in one layer."""
+    shape = Shape(num_seqs=1, num_rows=num_rows, context=CONTEXT)
+    case = f"1 streams, {num_rows} rows{what}"
+    with bench.part(f"timeline, {case}"):
+        rig.time_steps(shape, 3)
+        found = timeline(lambda: rig.replay(shape))
+        whole_us = sum(each.own_us for each in found)
+        note = f"{len(found)} launches; {sum(each.gap_us for each in found):.0f} us of gaps; "
+        bench.add(f"timeline of a step, {case}", whole_us, "us", note=note)
+        for name, count, own_us, gap_us in by_name(found)[:24]:
+            note = f"{count} launches, {own_us / count:.2f} us each; {gap_us:.1f} us of gaps"
+            bench.add(f"adds {short(name)}, {case}", own_us, "us/step", note=note)
+        layer = one_layer(found, "store_inputs")
+        lines = [f"{short(each.name)} {each.own_us:.2f} gap {each.gap_us:.2f}" for each in layer]
+        bench.more[f"one layer, {case}"] = lines
+        print("\n".join(lines), flush=True)
+
+
+def short(name: str) -> str:
+    return name.replace("(anonymous namespace)::", "")[:60]
 
 
 def rig_of(made: DummyModel, device: Device, *, num_seqs: int, longest: int) -> DeviceRig:
@@ -306,6 +332,7 @@ def rig_rows(
     bench: Bench,
     made: DummyModel,
     device: Device,
+    shard: Shard,
     recorder: OpRecorder,
     args: argparse.Namespace,
 ) -> None:
@@ -318,6 +345,15 @@ def rig_rows(
         return
     if "decode" in args.parts:
         decode_rows(bench, rig, args.layers, args.steps)
+    if "timeline" in args.parts:
+        timeline_rows(bench, rig, args.layers, "")
+        for way in ("all of these",):
+            take_way(made, shard, WAYS[way])
+            other = rig_of(made, device, num_seqs=1, longest=2048)
+            for num_rows in (1, 3):
+                timeline_rows(bench, other, args.layers, f", {way}", num_rows)
+            del other
+        take_way(made, shard, {})
     if "ops" in args.parts:
         for num_seqs, num_rows in ((1, 1), (1, 3), (8, 1)):
             shape = Shape(num_seqs=num_seqs, num_rows=num_rows, context=CONTEXT)
@@ -359,6 +395,7 @@ def main() -> None:
     tracer = Tracer(recorder)
     settings = ModelSettings(arch=device.arch, rounding="deployed", precision="w2")
     config = GlmMoeDsaConfig.from_dict(preset_config(MODEL_NAME, "full", args.layers))
+    shard = WHOLE if args.ranks == 1 else lone_rank(device, args.ranks)
     with watching(tracer.watch):
         made = dummy_model(
             config.to_dict(args.dense),
@@ -366,7 +403,7 @@ def main() -> None:
             device,
             kv_dtype=args.kv,
             options=DummyOptions(seed=0, skew=0.5),
-            shard=WHOLE if args.ranks == 1 else Shard(0, args.ranks, comm=Echo(args.ranks)),
+            shard=shard,
         )
     torch.cuda.synchronize()
     weights_bytes = torch.cuda.memory_allocated()
@@ -386,9 +423,11 @@ def main() -> None:
     if "exact" in args.parts:
         exact_rows(bench, made, device, tracer)
     if "variants" in args.parts:
-        variant_rows(bench, made, device, args.steps)
+        with watching(tracer.watch):
+            variant_rows(bench, made, device, shard, args.steps)
     if set(args.parts) - {"exact", "variants"}:
-        rig_rows(bench, made, device, recorder, args)
+        with watching(tracer.watch):
+            rig_rows(bench, made, device, shard, recorder, args)
     bench.add("all of this", perf_counter() - began_s, "s")
     bench.write()
     print(f"faults: {bench.faults}" if bench.faults else "no faults", flush=True)
