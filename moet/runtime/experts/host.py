@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 30  # of an allocation, and of a call that pins it
 TOUCHING_THREADS = 16
+_NO_MEMORY = (OSError, MemoryError, ValueError, RuntimeError)  # what says so
 READ_TIMEOUT_S = 30.0  # after which a row counts as unreadable
 RETRY_AFTER_S = 1.0  # a row that could not be read is not tried again so soon
 
@@ -46,45 +47,79 @@ class Arena:
         fill: Callable[[int, Tensor], None] = lambda first, chunk: None,
         progress: Callable[[int, int], None] = lambda done, total: None,
         chunk_bytes: int = CHUNK_BYTES,
+        least: int | None = None,
     ) -> None:
         """fill: writes the rows of a chunk, given the first one's place, before it is pinned; those
-        of the next chunk meanwhile. Raises ConfigError if the memory is not to be had, and what
-        fill raises."""
-        self.num_places = num_places
+        of the next chunk meanwhile. least: so many places will do, with a warning, where all are
+        not to be had; None: all are needed. Raises ConfigError if the memory is not to be had, and
+        what fill raises."""
         self.rows_per_chunk = max(1, min(num_places, chunk_bytes // row_bytes))
         self.chunks: list[Tensor] = []
         self._pinned: list[Tensor] = []
-        total, done = num_places * row_bytes, 0
-        firsts = range(0, num_places, self.rows_per_chunk)
+        failed = self._take(num_places, row_bytes)
+        if failed is None or least is not None:
+            failed = self._fill(fill, pin, progress, num_places * row_bytes) or failed
+        self.num_places = sum(map(len, self.chunks))
+        if failed is None:
+            return
+        wanted, had = num_places * row_bytes, self.num_places * row_bytes
+        if least is None or self.num_places < least:
+            self.close()
+            raise ConfigError(
+                f"{wanted} bytes of host memory for expert rows are not to be had: {failed} "
+                f"after {had}; lower --host-experts"
+                + (" or raise the limit of locked memory (ulimit -l)" if pin else "")
+            ) from failed
+        logger.warning(
+            "%d of %d bytes of host memory for expert rows are to be had (%s); other rows are read "
+            "from disk when a token needs them%s",
+            had,
+            wanted,
+            failed,
+            ", unless ulimit -l allows more" if pin else "",
+        )
+
+    def _take(self, num_places: int, row_bytes: int) -> Exception | None:
+        """Chunks for the places; why there are no more, if some are missing."""
+        try:
+            for first in range(0, num_places, self.rows_per_chunk):
+                rows = min(self.rows_per_chunk, num_places - first)
+                self.chunks.append(page_aligned(rows * row_bytes).view(rows, row_bytes))
+        except _NO_MEMORY as error:
+            return error
+        return None
+
+    def _fill(
+        self,
+        fill: Callable[[int, Tensor], None],
+        pin: bool,
+        progress: Callable[[int, int], None],
+        total: int,
+    ) -> Exception | None:
+        """Fill and pin the chunks; why it ended early, with the chunks before, if it did."""
+        done = 0
         with ThreadPoolExecutor(1) as filler:
+            filled = [
+                filler.submit(fill, n * self.rows_per_chunk, chunk)
+                for n, chunk in enumerate(self.chunks)
+            ]
             try:
-                for first in firsts:
-                    rows = min(self.rows_per_chunk, num_places - first)
-                    self.chunks.append(page_aligned(rows * row_bytes).view(rows, row_bytes))
-                    done += rows * row_bytes
-                done = 0
-                filled = [
-                    filler.submit(fill, first, chunk)
-                    for first, chunk in zip(firsts, self.chunks, strict=True)
-                ]
                 for each, chunk in zip(filled, self.chunks, strict=True):
                     each.result()
                     if pin:
                         _pin(chunk)
                         self._pinned.append(chunk)
-                    done += chunk.numel()
-                    progress(done, total)
-            except (OSError, MemoryError, ValueError, RuntimeError) as error:
-                self.close()
-                raise ConfigError(
-                    f"{total} bytes of host memory for expert rows are not to be had: {error} "
-                    f"after {done}; lower --host-experts"
-                    + (" or raise the limit of locked memory (ulimit -l)" if pin else "")
-                ) from error
+                    done += 1
+                    progress(min(total, done * self.chunks[0].numel()), total)
+            except _NO_MEMORY as error:
+                filler.shutdown(cancel_futures=True)
+                self.chunks = self.chunks[:done]
+                return error
             except BaseException:
                 filler.shutdown(cancel_futures=True)
                 self.close()
                 raise
+        return None
 
     @property
     def is_pinned(self) -> bool:
@@ -139,6 +174,8 @@ def _pin(chunk: Tensor) -> None:
         chunk.data_ptr(), chunk.numel(), mapped_and_portable
     )
     if int(status) != 0:
+        with suppress(RuntimeError):  # the runtime keeps a fault for whoever launches next
+            torch.zeros(1, device="cuda")
         raise RuntimeError(f"cudaHostRegister of {chunk.numel()} bytes failed with {status}")
 
 

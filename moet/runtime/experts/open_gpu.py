@@ -40,6 +40,7 @@ def open_cached(
     sizes: TierSizes,
     *,
     heat: Sequence[int] = (),
+    disk: bool = True,
     num_readers: int = 4,
     read_timeout_s: float = FETCH_TIMEOUT_S,
     progress: Progress = lambda done, total: None,
@@ -47,9 +48,10 @@ def open_cached(
 ) -> CachedExperts:
     """What a tensor rank has of a pack's rows of these layers behind a pool on its GPU.
 
-    heat: rows of the pack to begin with, best first. progress: bytes done and in all. Raises
-    ConfigError if memory is not to be had, CheckpointError if the pack has no such tier or no row
-    bases, and ExpertReadError.
+    heat: rows of the pack to begin with, best first. disk: where less memory is to be had than
+    sizes say, more rows may stay on disk. progress: bytes done and in all. Raises ConfigError if
+    memory is not to be had, CheckpointError if the pack has no such tier or no row bases, and
+    ExpertReadError.
     """
     experts = pack.experts
     form, files = row_files(pack, tier, shard)
@@ -75,14 +77,16 @@ def open_cached(
                 file, [file_rows[n] for n in in_arena[first : first + len(chunk)]], chunk
             ),
             progress=progress,
+            least=least_places(experts.num_experts) if disk else None,
         )
+        in_arena = in_arena[: arena.num_places]
         host = _host_side(
             partial(files, num_readers=num_readers),
             experts.num_experts,
             arena,
             in_arena,
             file_rows,
-            sizes,
+            all_in_memory=len(static) + len(in_arena) == len(file_rows),
             pin=on_gpu,
         )
         cached = CachedExperts(
@@ -165,8 +169,8 @@ def _host_side(
     arena: Arena,
     in_arena: Sequence[int],
     file_rows: Sequence[int],
-    sizes: TierSizes,
     *,
+    all_in_memory: bool,
     pin: bool,
 ) -> HostSide:
     """What is behind the pool: the arena alone, or with a feeder that reads what is not there."""
@@ -177,7 +181,7 @@ def _host_side(
         place_of[torch.tensor(in_arena, dtype=torch.int64)] = torch.arange(
             len(in_arena), dtype=torch.int32
         )
-        if sizes.all_in_memory:
+        if all_in_memory:
             return HostSide(arena=arena, place_of=place_of)
         least = least_places(num_experts)
         if len(in_arena) < least:

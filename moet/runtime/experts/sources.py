@@ -108,6 +108,7 @@ class PackRows:
             self.gpu,
             sizes,
             heat=read_heat(heat_path(experts, self.pack, tier), self.pack.experts.num_rows),
+            disk=experts.disk,
             num_readers=experts.num_readers,
             read_timeout_s=experts.read_timeout_s,
             progress=progress,

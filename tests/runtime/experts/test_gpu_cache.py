@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,9 @@ from moet.models.checkpoint import Checkpoint
 from moet.models.convert import convert
 from moet.models.convert_plan import ConvertOptions
 from moet.models.synthetic import write_checkpoint
+from moet.runtime.experts import host, open_gpu
 from moet.runtime.experts.gpu import CachedExperts, HostSide
-from moet.runtime.experts.host import Arena
+from moet.runtime.experts.host import Arena, page_aligned
 from moet.runtime.experts.open_gpu import open_cached
 from moet.runtime.experts.sizes import TierSizes
 from tests.kernels import emulation
@@ -89,26 +91,54 @@ def test_every_table_has_its_rows_when_it_is_prepared(kernels: Emulator, listed:
     experts.check()
 
 
-def test_a_pack_opens_with_its_rows_in_host_memory(kernels: Emulator, tmp_path: Path) -> None:
+def test_a_pack_opens_with_its_rows_in_host_memory_or_as_many_as_it_holds(
+    kernels: Emulator,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     write_checkpoint(tmp_path / "checkpoint", size="tiny")
     options = ConvertOptions(num_workers=1)
     pack = convert(Checkpoint.open(tmp_path / "checkpoint"), tmp_path / "pack", options)
     error, counters = torch.zeros(1, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
     device = Device("sm90a", torch.device("cpu"), kernels, error, counters)
-    layers = pack.experts.layers[1:3]
+    layers = pack.experts.layers[1:4]
     seen: list[tuple[int, int]] = []
-    sizes = TierSizes(num_slots=5, num_static=0, num_places=32, num_staging=2, num_rows=32)
-    experts = open_cached(
-        pack, "w2", layers, device, sizes, progress=lambda done, total: seen.append((done, total))
-    )
-    for layer_idx in layers:
-        ids = torch.tensor([[3, 0, 7], [3, 15, 7]])
-        table = experts.resolve(layer_idx, ids)
-        assert table.bases is not None
-        for expert_id in (0, 3, 7, 15):
-            row = table.rows[table.slot_of[expert_id]]
-            assert torch.equal(row, pack.expert_row("w2", layer_idx, expert_id))
-            base = pack.row_base("w2", layer_idx, expert_id)
-            assert torch.equal(table.bases[expert_id], base)
-    assert seen
-    assert int(error) == 0
+    sizes = TierSizes(num_slots=5, num_static=0, num_places=48, num_staging=2, num_rows=48)
+    chunk_bytes = 9 * pack.format("w2").row_bytes
+    monkeypatch.setattr(open_gpu, "Arena", partial(Arena, chunk_bytes=chunk_bytes))
+    num_chunks = 0
+
+    def refuse(num_bytes: int) -> torch.Tensor:
+        nonlocal num_chunks
+        num_chunks += num_bytes == chunk_bytes
+        if num_chunks == 5 and num_bytes == chunk_bytes:
+            raise OSError(12, "Cannot allocate memory")
+        return page_aligned(num_bytes)
+
+    def opened(*tried: int) -> CachedExperts:
+        experts = open_cached(
+            *(pack, "w2", layers, device, sizes),
+            progress=lambda done, total: seen.append((done, total)),
+        )
+        for layer_idx in tried:
+            ids = torch.tensor([[3, 0, 7], [3, 15, 7]])
+            table = experts.resolve(layer_idx, ids)
+            assert table.bases is not None
+            for expert_id in (0, 3, 7, 15):
+                row = table.rows[table.slot_of[expert_id]]
+                assert torch.equal(row, pack.expert_row("w2", layer_idx, expert_id))
+                base = pack.row_base("w2", layer_idx, expert_id)
+                assert torch.equal(table.bases[expert_id], base)
+        assert int(error) == 0
+        experts.close()
+        return experts
+
+    assert opened(*layers[:2]).stats().num_host_places == 48
+    assert len(seen) == 6
+    assert not caplog.records
+    monkeypatch.setattr(host, "page_aligned", refuse)
+    fewer = opened(layers[2]).stats()
+    assert (fewer.num_host_places, fewer.num_disk_reads) == (36, 2)
+    [record] = caplog.records
+    assert "other rows are read from disk" in record.getMessage()

@@ -225,6 +225,9 @@ def test_memory_that_is_not_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_module, "page_aligned", refuse)
     with pytest.raises(ConfigError, match=r"32768 bytes.*after 16384; lower --host-experts"):
         Arena(4, ROW_BYTES, chunk_bytes=2 * ROW_BYTES)
+    taken.clear()
+    with pytest.raises(ConfigError, match=r"32768 bytes.*after 16384"):
+        Arena(4, ROW_BYTES, chunk_bytes=2 * ROW_BYTES, least=3)
 
 
 def test_an_arena_is_taken_in_chunks_and_says_how_far_it_is() -> None:
