@@ -141,7 +141,7 @@ def _empty_choice(tokens: int, top_k: int, experts: int, dim: int, x: Tensor) ->
         chosen.view(most, 4),
         count[:1],
         counts,
-        Work(entries.view(pairs, 4), num_entries[:1], places),
+        Work(entries.view(pairs, 4), num_entries[:1], places, tokens),
     )
 
 

@@ -114,11 +114,11 @@ def moe(
     resident = type(table) is ExpertTable  # then where rows are is known, and their reading may
     work = None  # begin while the shared expert ends
     if resident:
-        work = stream_experts.plan(device.launcher, expert_ids, table.slot_of, error=device.error)
+        work = _plan(expert_ids, pool, table.slot_of, device)
     dense = _shared(x, shared, device, limit)
     table.join()
     if work is None:
-        work = stream_experts.plan(device.launcher, expert_ids, table.slot_of, error=device.error)
+        work = _plan(expert_ids, pool, table.slot_of, device)
     inner, outer = (None, weights) if weigh_output else (weights, None)
     parts = _routed(x, pool, work, device, router.top_k, inner, limit, early=resident)
     return _sum(parts, device, router.top_k, outer, dense)
@@ -144,11 +144,17 @@ def _beside(
     with device.beside.forked():
         dense = _shared(x, shared, replace(device, counters=device.beside.counters), limit)
     expert_ids, weights = route(x, token_ids, positions, router)
-    work = stream_experts.plan(device.launcher, expert_ids, table.slot_of, error=device.error)
+    work = _plan(expert_ids, pool, table.slot_of, device)
     inner, outer = (None, weights) if weigh_output else (weights, None)
     parts = _routed(x, pool, work, device, router.top_k, inner, limit, early=False)
     device.beside.join()
     return _sum(parts, device, router.top_k, outer, dense)
+
+
+def _plan(expert_ids: Tensor, pool: ExpertPool, slot_of: Tensor, device: Device) -> Work:
+    """The work list of streamed rows."""
+    rows = stream_experts.entry_rows(pool.format, expert_ids.numel(), len(slot_of))
+    return stream_experts.plan(device.launcher, expert_ids, slot_of, error=device.error, rows=rows)
 
 
 def _routed(
@@ -261,7 +267,7 @@ def _parts(
     """[T * top_k, D] bf16: what each choice's expert gives. x: few rows with codes, or values."""
     launcher, error, top_k = device.launcher, device.error, expert_ids.shape[1]
     if x.codes is not None and x.scale is not None and x.num_rows <= device_gemm.STREAM_ROWS:
-        work = stream_experts.plan(launcher, expert_ids, slot_of, error=error)
+        work = _plan(expert_ids, pool, slot_of, device)
         hidden = pool.gate_up(
             *(launcher, x.codes, x.scale, work),
             top_k=top_k,

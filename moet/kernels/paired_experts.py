@@ -24,7 +24,7 @@ from moet.kernels.decode_experts import (
     choose_shared_bytes,
 )
 from moet.kernels.mixture import Mixture
-from moet.kernels.stream_experts import ExpertPool, SharedExpert, codec_of, combine
+from moet.kernels.stream_experts import ExpertPool, SharedExpert, codec_of, combine, rows_of
 from moet.kernels.stream_gemm import (
     CHUNK_BYTES,
     THREADS,
@@ -160,7 +160,9 @@ def mix_on_read(
             early=False,
         )
         down = shared.down.arguments(begun.hidden, None, own, slices=1, error=error)
-        _launch_pair(launcher, codec, up, down, rows, shared_ctas)
+        few = rows_of(pool.format, choice.work) < ROWS
+        name = f"pair_{codec}_few" if few else f"pair_{codec}"
+        _launch_pair(launcher, name, codec, up, down, rows, shared_ctas)
     parts = pool.down(launcher, hidden, choice.work, error=error, early=True)
     weights, ids = choice.weights if weigh_output else None, choice.expert_ids
 
@@ -180,6 +182,7 @@ def mix_on_read(
 
 def _launch_pair(
     launcher: Launcher,
+    name: str,
     codec: Codec,
     routed: StreamArgs,
     shared: StreamArgs,
@@ -205,7 +208,7 @@ def _launch_pair(
     share_among(shared, own, own_items)
     share_among(routed, others, items)
     launcher.launch(
-        f"pair_{codec}",
+        name,
         grid=own + others,
         threads=THREADS,
         shared_bytes=needed,

@@ -38,6 +38,7 @@ PLAN_THREADS = 1024
 MAX_PAIRS = 16384  # the plan kernel keeps their ids in shared memory
 FEW_TOKENS = 256  # beyond, a thread of a sum takes eight columns
 WIDE_FROM_PAIRS = 64  # from how many (token, choice) pairs on the wide instances are faster
+FEW_ROWS = 0  # of an entry for which NVFP4 has instances of their own: 4, or 0 for none
 
 
 class QuantiseArgs(ctypes.Structure):
@@ -136,18 +137,20 @@ class Work:
     """Which rows go to which expert, on the device.
 
     entries: [max_entries, 4] int32 (slot, expert, first place, count), num_entries: [1] int32,
-    pairs: [num_pairs] int32, the (token * top_k + choice) of each place.
+    pairs: [num_pairs] int32, the (token * top_k + choice) of each place. rows: most of an entry.
     """
 
     entries: Tensor
     num_entries: Tensor
     pairs: Tensor
+    rows: int = 8
 
 
 def plan(
     launcher: Launcher, expert_ids: Tensor, slot_of: Tensor, *, error: Tensor, rows: int = 8
 ) -> Work:
-    """Sort the pairs by expert. expert_ids: [T, top_k] int64; slot_of: [num_experts] int64.
+    """Sort the pairs by expert. expert_ids: [T, top_k] int64; slot_of: [num_experts] int64. rows:
+    most of an entry; an expert with more has several.
 
     An id out of range or without a slot sets a bit of error and makes its rows NaN.
     Raises ValueError for more experts or pairs than the kernel holds.
@@ -162,7 +165,7 @@ def plan(
     make = torch.empty if pairs else torch.zeros  # no pairs, no kernel to write the count
     numbers = make(4 * most + 1 + pairs, dtype=torch.int32, device=expert_ids.device)
     entries, num_entries, places = torch.split_with_sizes(numbers, [4 * most, 1, pairs])
-    work = Work(entries.view(most, 4), num_entries, places)
+    work = Work(entries.view(most, 4), num_entries, places, rows)
     if pairs:
         args = PlanArgs(
             *(x.data_ptr() for x in (expert_ids, slot_of, work.entries)),
@@ -261,7 +264,6 @@ class ExpertPool:
         pair_weight: Tensor | None,
         limit: float | None,
         error: Tensor,
-        rows: int = 8,
         early: bool = False,
     ) -> Tensor:
         """silu(min(w1 x, limit)) * clamp(w3 x, limit) * pair_weight for every pair.
@@ -277,10 +279,10 @@ class ExpertPool:
         chunks = format.shapes[0][1] // 128
         instance = choose(
             codec_of(format),
-            rows,
+            rows_of(format, work),
             "swiglu",
             quantise=False,
-            wide=rows > 8 or num_pairs >= WIDE_FROM_PAIRS,
+            wide=work.rows > 8 or num_pairs >= WIDE_FROM_PAIRS,
             stages=num_stages(codec_of(format), chunks, 1, 1),
             max_shared_bytes=launcher.max_shared_bytes,
         )
@@ -323,7 +325,7 @@ class ExpertPool:
     ) -> Tensor:
         """w2 h for every pair. h: [pairs, I] bf16, made e4m3 per 128 on the way in.
 
-        Work of 8 rows. Returns [pairs, D] bf16; slices of I are summed as (0 + 1) + (2 + 3).
+        Entries of at most 8 rows. Returns [pairs, D] bf16; slices of I are (0 + 1) + (2 + 3).
         """
         format = self.format
         out = torch.empty(h.shape[0], format.hidden_size, dtype=torch.bfloat16, device=h.device)
@@ -331,7 +333,7 @@ class ExpertPool:
         stages = num_stages(codec_of(format), chunks, format.num_sub_rows, 1)
         instance = choose(
             codec_of(format),
-            8,
+            rows_of(format, work),
             "bf16",
             quantise=True,
             wide=h.shape[0] >= WIDE_FROM_PAIRS,
@@ -404,6 +406,19 @@ class ExpertPool:
         parts = self.down(launcher, h, work, error=error, early=True)
         outer = weights if weigh_output else None
         return combine(launcher, parts, top_k=top_k, weights=outer, shared=shared)
+
+
+def rows_of(format: ExpertRows, work: Work) -> int:
+    """Rows of an entry that the instance for this work takes."""
+    few = format.name == "nvfp4" and work.rows <= FEW_ROWS
+    return FEW_ROWS if few else max(8, work.rows)
+
+
+def entry_rows(format: ExpertRows, num_pairs: int, experts: int) -> int:
+    """Most rows of an entry with which a step of so many pairs is fastest: few of NVFP4, where
+    next to no expert has more and is then read twice."""
+    few = format.name == "nvfp4" and num_pairs <= experts
+    return FEW_ROWS or 8 if few else 8
 
 
 def codec_of(format: ExpertRows) -> Codec:

@@ -92,7 +92,7 @@ class Instance:
     """One instance of the kernel, as `csrc/stream_gemm.cu` lists them."""
 
     codec: Codec
-    rows: int  # at most, of an entry: 8 or 16
+    rows: int  # at most, of an entry: 4, 8, 16 or 32
     output: Output
     quantise: bool  # bf16 activations become e4m3 on their way in
     stages: int  # of the ring
@@ -112,10 +112,11 @@ class Instance:
     def shared_bytes(self, slice_stages: int) -> int:
         """Activations of a slice, their scales, two reduction buffers and the ring."""
         chunks = slice_stages * CHUNKS_PER_STAGE[self.codec]
-        scales = 0 if self.codec == "bf16" else chunks * self.rows * 4
+        groups = -(-self.rows // 8)
+        scales = 0 if self.codec == "bf16" else chunks * groups * 32
         lane = CHUNKS_PER_STAGE[self.codec] * CHUNK_BYTES[self.codec] // 32
         ring = self.stages * THREADS * (lane + 4 * SCALE_WORDS[self.codec])
-        return self.rows // 8 * (chunks * 1024 + 4096) + scales + ring
+        return groups * (chunks * 1024 + 4096) + scales + ring
 
     def resident(self, slice_stages: int, max_shared_bytes: int) -> int:
         """CTAs that an SM holds at once; an SM has 1 KiB more than a CTA may take, which each
@@ -133,6 +134,8 @@ INSTANCES = (
     Instance("mxfp4", 8, "swiglu", False, 2, 3),
     Instance("mxfp4", 8, "swiglu", False, 2, 2),
     Instance("mxfp4", 8, "bf16", True, 2, 2),
+    Instance("nvfp4", 4, "swiglu", False, 2, 2),
+    Instance("nvfp4", 4, "bf16", True, 2, 2),
     Instance("nvfp4", 8, "swiglu", False, 2, 2),
     Instance("nvfp4", 8, "bf16", True, 2, 2),
     Instance("fp8", 8, "bf16", False, 2, 2),

@@ -70,7 +70,7 @@ def work_for(ids: Tensor, rows: int) -> Work:
             entries.append([expert, expert, len(pairs), len(places[start : start + rows])])
             pairs += places[start : start + rows]
     as_int = lambda x: torch.tensor(x, dtype=torch.int32)  # noqa: E731
-    return Work(as_int(entries).view(-1, 4), as_int([len(entries)]), as_int(pairs))
+    return Work(as_int(entries).view(-1, 4), as_int([len(entries)]), as_int(pairs), rows)
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
@@ -169,7 +169,6 @@ def test_a_row_does_not_depend_on_its_batch(launcher: Emulator) -> None:
         pair_weight=None,
         limit=1e9,
         error=ERROR,
-        rows=rows,
     )
     together = run(x_q, x_scale, 8)
     assert torch.equal(together, run(x_q, x_scale, 16))

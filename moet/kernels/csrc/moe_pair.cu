@@ -26,16 +26,17 @@ struct PairArgs {
   int shared_ctas;            // the first ones: they have the larger items
 };
 
-#define STREAM(name, codec, stages, ctas)                                                           \
+#define STREAM(name, codec, groups, stages, ctas)                                                           \
   KERNEL(THREADS, ctas) name(GRID_CONSTANT PairArgs args) {                                         \
     int cta = blockIdx.x, before = args.shared_ctas;                                                \
     if (cta < before)                                                                               \
       StreamGemm<FP8, 1, STORE_BF16, 2, true, true>(args.shared, cta, before).run();                \
     else                                                                                            \
-      StreamGemm<codec, 1, SWIGLU, stages, false, true>(args.routed, cta - before, gridDim.x - before).run(); \
+      StreamGemm<codec, groups, SWIGLU, stages, false, true>(args.routed, cta - before, gridDim.x - before).run(); \
   }                                                                                                 \
   LAUNCHABLE(name, PairArgs, THREADS)
 
-STREAM(pair_w2, W2, 3, 2)
-STREAM(pair_mxfp4, MXFP4, 2, 2)
-STREAM(pair_nvfp4, NVFP4, 2, 2)
+STREAM(pair_w2, W2, 1, 3, 2)
+STREAM(pair_mxfp4, MXFP4, 1, 2, 2)
+STREAM(pair_nvfp4, NVFP4, 1, 2, 2)
+STREAM(pair_nvfp4_few, NVFP4, 0, 2, 2)

@@ -14,26 +14,32 @@ DEVICE float e4m3_scale(uint32_t word, int i) {
 }
 
 // One chunk of 128 columns: codes_words[8] of a lane, scale_word of the lane's place in the plane.
-// Returns the chunk's sums, without activation and tensor scales, in chunk[4].
+// Returns the chunk's sums, without activation and tensor scales. FEW: of up to four tokens, each of
+// which has two columns of the matrix instruction, so that one brings both blocks: chunk[2], of rows g
+// and g + 8. Otherwise zeros in the weights keep the blocks apart: chunk[4].
+template <bool FEW>
 DEVICE void nvfp4_chunk(const uint32_t* codes_words, uint32_t scale_word, BOperand b, float* chunk) {
+  constexpr int PARTS = FEW ? 1 : 2;  // matrix instructions of a step
   int lane = threadIdx.x & 31;
   uint32_t low_block = lane & 2 ? 0u : ~0u;  // lanes with columns 0..15 of every 32
   uint32_t e = 14 * 0x04040404u, low = e2m1_low(e), high = e2m1_high(e);
 #pragma unroll
-  for (int i = 0; i < 4; i++) chunk[i] = 0.0f;
-  uint32_t row0 = 0, row1 = 0, a[2][2][4], before0 = 0, before1 = 0;
-  float part[2][2][4];
+  for (int i = 0; i < (FEW ? 2 : 4); i++) chunk[i] = 0.0f;
+  uint32_t row0 = 0, row1 = 0, a[2][PARTS][4], before0 = 0, before1 = 0;
+  float part[2][PARTS][4];
 #pragma unroll
   for (int step = 0; step <= 4; step++) {  // of 32 columns: two blocks, summed while the next are decoded
     if (step < 4) {
-      uint32_t all[4], (*blocks)[4] = a[step & 1];
-      decode_e2m1(codes_words[2 * step], low, high, low, high, all);
-      decode_e2m1(codes_words[2 * step + 1], low, high, low, high, all + 2);
+      uint32_t(*blocks)[4] = a[step & 1];
+      decode_e2m1(codes_words[2 * step], low, high, low, high, blocks[0]);
+      decode_e2m1(codes_words[2 * step + 1], low, high, low, high, blocks[0] + 2);
+      if constexpr (!FEW) {
 #pragma unroll
-      for (int i = 0; i < 4; i++) blocks[0][i] = all[i] & low_block, blocks[1][i] = all[i] & ~low_block;
+        for (int i = 0; i < 4; i++) blocks[1][i] = blocks[0][i] & ~low_block, blocks[0][i] &= low_block;
+      }
       mma_begin();
 #pragma unroll
-      for (int block = 0; block < 2; block++) {
+      for (int block = 0; block < PARTS; block++) {
 #if MOET_SM == 90
         mma<MXFP4, 1>(part[step & 1][block], blocks[block], b_advance(b, 256 * step), 0);
 #else
@@ -53,13 +59,18 @@ DEVICE void nvfp4_chunk(const uint32_t* codes_words, uint32_t scale_word, BOpera
     bool earlier = step == 2;  // its word has just been replaced
 #pragma unroll
     for (int block = 0; block < 2; block++) {
-      const float* sums = part[(step - 1) & 1][block];
+      const float* sums = part[(step - 1) & 1][FEW ? 0 : block];
       int of_word = 2 * ((step - 1) & 1) + block;
       float s0 = e4m3_scale(earlier ? before0 : row0, of_word), s1 = e4m3_scale(earlier ? before1 : row1, of_word);
-      chunk[0] = fma_rn(sums[0], s0, chunk[0]);
-      chunk[1] = fma_rn(sums[1], s0, chunk[1]);
-      chunk[2] = fma_rn(sums[2], s1, chunk[2]);
-      chunk[3] = fma_rn(sums[3], s1, chunk[3]);
+      if constexpr (FEW) {
+        chunk[0] = fma_rn(sums[block], s0, chunk[0]);
+        chunk[1] = fma_rn(sums[2 + block], s1, chunk[1]);
+      } else {
+        chunk[0] = fma_rn(sums[0], s0, chunk[0]);
+        chunk[1] = fma_rn(sums[1], s0, chunk[1]);
+        chunk[2] = fma_rn(sums[2], s1, chunk[2]);
+        chunk[3] = fma_rn(sums[3], s1, chunk[3]);
+      }
     }
   }
 }

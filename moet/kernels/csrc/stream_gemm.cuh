@@ -107,6 +107,7 @@ DEVICE float swiglu_of(float gate, float up, float limit) {
 enum Epilogue { STORE_F32, STORE_BF16, SWIGLU };
 enum ErrorBit { INVALID_SLOT = 1, INVALID_COUNT = 2 };
 
+// NT: groups of eight rows of an entry. 0 (NVFP4): up to four rows, each in two columns, see nvfp4.cuh.
 // CLUSTER: the CTAs of a cluster have the slices of one item, one each, and sum them among themselves.
 template <int CODEC, int NT, int EPILOGUE, int STAGES, bool QUANTISE, bool OVERLAP, bool CLUSTER = false>
 struct StreamGemm {
@@ -116,7 +117,11 @@ struct StreamGemm {
   static constexpr bool SCALED = CODEC != BF16;           // activations carry scales
   static constexpr int SCALE_WORDS = has_scale_plane(CODEC) ? CPS / 2 : CODEC == BF16 ? 0 : CPS;
   static constexpr int STAGE_BYTES = CPS * WORDS * 16 + SCALE_WORDS * 4 + (has_scale_plane(CODEC) ? 4 : 0);
-  static constexpr int MAX_ROWS = 8 * NT;
+  static constexpr bool FEW = NT == 0;
+  static_assert(!FEW || CODEC == NVFP4, "only its blocks need columns of their own");
+  static constexpr int MAX_ROWS = FEW ? 4 : 8 * NT;
+  static constexpr int GROUPS = FEW ? 1 : NT;             // of eight columns
+  static constexpr int VALUES = FEW ? 2 : 4 * NT;         // sums of a lane
   // Instances for few experts only ever share items, and save the registers of a second half.
   static constexpr bool ALWAYS_SHARED = !OVERLAP && NT == 1;
   // Instances for many experts keep an entry's rows instead of asking for them with every item.
@@ -156,9 +161,9 @@ struct StreamGemm {
     slice_stages = divide(p.segments * stages_per_segment, p.inverse.slices);
     uint8_t* shared = dynamic_shared();
     activations = shared;
-    x_scales = reinterpret_cast<float*>(shared + NT * slice_stages * CPS * 1024);
-    reduction = x_scales + (SCALED ? slice_stages * CPS * MAX_ROWS : 0);
-    ring = reinterpret_cast<uint8_t*>(reduction + 2 * NT * 4 * 128);
+    x_scales = reinterpret_cast<float*>(shared + GROUPS * slice_stages * CPS * 1024);
+    reduction = x_scales + (SCALED ? slice_stages * CPS * 8 * GROUPS : 0);
+    ring = reinterpret_cast<uint8_t*>(reduction + 2 * GROUPS * 4 * 128);
   }
 
   DEVICE bool shared_items() const { return ALWAYS_SHARED || shared; }
@@ -264,7 +269,7 @@ struct StreamGemm {
     const int rounded = QUANTISE ? (blocks + 31) & ~31 : blocks;  // whole warps reach the shuffles
     for (int i = tid; i < rounded; i += THREADS) {
       int token = i & ((1 << spread) - 1), block = i >> spread;
-      uint8_t* to = activations + (token >> 3) * (slice_stages * CPS * 1024) + block * 256 + (token & 7) * 16;
+      uint8_t* to = activations + (token >> 3) * (slice_stages * CPS * 1024) + block * 256 + (token & 7) * (FEW ? 32 : 16);
       // Columns of a slice in bytes of x; segments are adjacent in x without their padding.
       int stage = slice * slice_stages + block / (4 * CPS), segment = divide(stage, p.inverse.segment_stages);
       int in_segment = (stage - segment * stages_per_segment) * 4 * CPS + block % (4 * CPS);
@@ -276,7 +281,7 @@ struct StreamGemm {
       if constexpr (QUANTISE) {
         int exponent = quantise_block(valid, row, column, 1 << spread, a, b);
         if (i >= blocks) break;
-        if ((block & 3) == 0) x_scales[(block >> 2) * MAX_ROWS + token] = power_of_two(exponent);
+        if ((block & 3) == 0) x_scales[(block >> 2) * (8 * GROUPS) + token] = power_of_two(exponent);
       } else if (valid) {
         const uint8_t* from = static_cast<const uint8_t*>(p.x) +
                               (uint64_t(row) * p.ld_x + column) * (CODEC == BF16 ? 2 : 1);
@@ -289,11 +294,18 @@ struct StreamGemm {
           a = u, b = v;
         }
       }
-      *reinterpret_cast<uint4*>(to) = a;
-      *reinterpret_cast<uint4*>(to + 128) = b;
+      if constexpr (FEW) {  // the first half of the columns, then the second
+        *reinterpret_cast<uint4*>(to) = {a.x, a.y, 0, 0};
+        *reinterpret_cast<uint4*>(to + 16) = {0, 0, a.z, a.w};
+        *reinterpret_cast<uint4*>(to + 128) = {b.x, b.y, 0, 0};
+        *reinterpret_cast<uint4*>(to + 144) = {0, 0, b.z, b.w};
+      } else {
+        *reinterpret_cast<uint4*>(to) = a;
+        *reinterpret_cast<uint4*>(to + 128) = b;
+      }
       if constexpr (SCALED && !QUANTISE) {
         if ((block & 3) == 0)
-          x_scales[(block >> 2) * MAX_ROWS + token] =
+          x_scales[(block >> 2) * (8 * GROUPS) + token] =
               valid ? p.x_scale[uint64_t(row) * p.ld_x_scale + uint64_t(column / 128) * p.x_group_stride] : 0.0f;
       }
     }
@@ -302,7 +314,7 @@ struct StreamGemm {
   // 32 bf16 of a row -> e4m3; the four lanes with a row's 128 columns share its scale. apart: of two
   // such lanes. Returns the scale's exponent.
   DEVICE int quantise_block(bool valid, int row, int column, int apart, uint4& a, uint4& b) {
-    static_assert(!QUANTISE || MAX_ROWS == 8, "the four lanes lie in one warp");
+    static_assert(!QUANTISE || GROUPS == 1, "the four lanes lie in one warp");
     uint32_t words[16];
     load_bf16x32(static_cast<const uint16_t*>(p.x) + uint64_t(row) * p.ld_x + column, valid, words);
     float amax = largest_of(words);
@@ -313,9 +325,13 @@ struct StreamGemm {
     return e;
   }
 
-  // part[NT][4] times the scales of chunk c is added to sum.
+  // part[VALUES] times the scales of chunk c is added to sum.
   DEVICE void fold(float* sum, const float* part, int chunk, float weight_scale) const {
-    if constexpr (SCALED) {
+    if constexpr (FEW) {
+      float s = x_scales[chunk * 8 + (lane & 3)];
+      sum[0] = fma_rn(part[0], s, sum[0]);
+      sum[1] = fma_rn(part[1], s, sum[1]);
+    } else if constexpr (SCALED) {
       const float* s = x_scales + chunk * MAX_ROWS + 2 * (lane & 3);
 #pragma unroll
       for (int n = 0; n < NT; n++) {
@@ -399,8 +415,8 @@ struct StreamGemm {
     BOperand b = b_operand(activations + stage * (CPS * 1024), slice_stages * CPS * 1024);
 #pragma unroll
     for (int c = 0; c < CPS; c++) {
-      float part[4];
-      nvfp4_chunk(codes[c], words[c], b_advance(b, c * 1024), part);
+      float part[VALUES];
+      nvfp4_chunk<FEW>(codes[c], words[c], b_advance(b, c * 1024), part);
       fold(sum, part, stage * CPS + c, 1.0f);
     }
   }
@@ -475,12 +491,9 @@ struct StreamGemm {
     }
 #endif
 #pragma unroll
-    for (int n = 0; n < NT; n++) {
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        total[4 * n + i] = fma_rn(sum[4 * n + i], i < 2 ? f0 : f1, total[4 * n + i]);
-        sum[4 * n + i] = 0.0f;
-      }
+    for (int i = 0; i < VALUES; i++) {
+      total[i] = fma_rn(sum[i], i % 4 < 2 ? f0 : f1, total[i]);
+      sum[i] = 0.0f;
     }
   }
 
@@ -492,7 +505,7 @@ struct StreamGemm {
     if (tid == 0) atomic_or(p.error, slot ? INVALID_SLOT : INVALID_COUNT);
     trap_in_debug();
 #pragma unroll
-    for (int i = 0; i < 4 * NT; i++) total[i] = bits_float(0x7FC00000u);
+    for (int i = 0; i < VALUES; i++) total[i] = bits_float(0x7FC00000u);
   }
 
   DEVICE void run() {
@@ -528,9 +541,9 @@ struct StreamGemm {
         sync_threads();
       }
       // halves[0] gathers the first half, or this warpgroup's; halves[1] the second.
-      float halves[2][4 * NT], sum[4 * NT];
+      float halves[2][VALUES], sum[VALUES];
 #pragma unroll
-      for (int i = 0; i < 4 * NT; i++) halves[0][i] = halves[1][i] = sum[i] = 0.0f;
+      for (int i = 0; i < VALUES; i++) halves[0][i] = halves[1][i] = sum[i] = 0.0f;
       uint32_t base = 0;
       int before = slice * slice_stages + first_stage();
       int to_close = stages_per_segment * (divide(before, p.inverse.segment_stages) + 1) - before;
@@ -546,7 +559,7 @@ struct StreamGemm {
           if (to_close == 0) to_close = stages_per_segment;
           if (half_ends && !shared_items()) {  // the first half moves over, the second is added to it
 #pragma unroll
-            for (int i = 0; i < 4 * NT; i++) {
+            for (int i = 0; i < VALUES; i++) {
               float done = halves[1][i] + halves[0][i];
               halves[1][i] = done;
               halves[0][i] = 0.0f;
@@ -555,7 +568,7 @@ struct StreamGemm {
         }
       }
 #pragma unroll
-      for (int i = 0; i < 4 * NT; i++) sum[i] = shared_items() ? halves[0][i] : halves[1][i];
+      for (int i = 0; i < VALUES; i++) sum[i] = shared_items() ? halves[0][i] : halves[1][i];
       finish(at, fine, sum);
       parity ^= 1;
     }
@@ -600,16 +613,16 @@ struct StreamGemm {
     }
     // Two items may be in flight, hence parity; a slot is read by the thread that it is meant for.
     const int stride = shared_items() ? 128 : 64;
-    float* mine = reduction + (shared_items() ? parity * NT * 512 : (2 * group + parity) * NT * 256) + (tid & (stride - 1));
+    float* mine = reduction + (shared_items() ? parity * GROUPS * 512 : (2 * group + parity) * GROUPS * 256) + (tid & (stride - 1));
     if (shared_items()) {
       if (group == 1) {
 #pragma unroll
-        for (int i = 0; i < 4 * NT; i++) mine[i * 128] = total[i];
+        for (int i = 0; i < VALUES; i++) mine[i * 128] = total[i];
       }
       sync_threads();
       if (group == 0) {
 #pragma unroll
-        for (int i = 0; i < 4 * NT; i++) total[i] += mine[i * 128];
+        for (int i = 0; i < VALUES; i++) total[i] += mine[i * 128];
       }
       if constexpr (CLUSTER) sum_cluster(t, at, total);
       if (CLUSTER || group == 1) return;
@@ -619,13 +632,13 @@ struct StreamGemm {
       // slots that only the sender has read (shared) or that are for nothing else.
       if (warp >= 2) {
 #pragma unroll
-        for (int i = 0; i < 4 * NT; i++) mine[i * stride] = total[i];
+        for (int i = 0; i < VALUES; i++) mine[i * stride] = total[i];
       }
       sync_warpgroup(group);
       if (warp < 2) {
-        float up[4 * NT];
+        float up[VALUES];
 #pragma unroll
-        for (int i = 0; i < 4 * NT; i++) up[i] = mine[i * stride + (shared_items() ? 64 : 0)];
+        for (int i = 0; i < VALUES; i++) up[i] = mine[i * stride + (shared_items() ? 64 : 0)];
         swiglu(t, at, total, up);
       }
     } else if (KEEPS_ROWS || p.slices == 1) {
@@ -634,7 +647,10 @@ struct StreamGemm {
       store_slice(t, at, total);
     }
   }
-  // Calls f(row of out, column, value) for this thread's outputs.
+  // Of value i of this lane.
+  DEVICE int token_of(int i) const { return FEW ? lane & 3 : 8 * (i >> 2) + 2 * (lane & 3) + (i & 1); }
+  DEVICE int weight_row_of(int i) const { return (lane >> 2) + 8 * (FEW ? i : i >> 1 & 1); }
+  // Calls f(row of out, column, value, i) for this thread's outputs.
   template <typename F>
   DEVICE void for_outputs(const Entry& t, int first_column, int limit, const float* total, F f) const {
     if constexpr (KEEPS_ROWS) {
@@ -645,12 +661,9 @@ struct StreamGemm {
       }
     } else {
 #pragma unroll
-      for (int n = 0; n < NT; n++) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          int token = 8 * n + 2 * (lane & 3) + (i & 1), column = first_column + (lane >> 2) + 8 * (i >> 1);
-          if (token < t.count && column < limit) f(source_row(t, token), column, total[4 * n + i], 4 * n + i);
-        }
+      for (int i = 0; i < VALUES; i++) {
+        int token = token_of(i), column = first_column + weight_row_of(i);
+        if (token < t.count && column < limit) f(source_row(t, token), column, total[i], i);
       }
     }
   }
@@ -679,12 +692,12 @@ struct StreamGemm {
     float* mine = reduction + (tid & 127);
     if (group == 0) {
 #pragma unroll
-      for (int i = 0; i < 4 * NT; i++) mine[i * 128] = total[i];
+      for (int i = 0; i < VALUES; i++) mine[i * 128] = total[i];
     }
     sync_slices();
     if (group == 0) {
 #pragma unroll 1
-      for (int i = at.slice; i < 4 * NT; i += p.slices) {
+      for (int i = at.slice; i < VALUES; i += p.slices) {
         float part[MAX_CLUSTER];
 #pragma unroll
         for (int s = 0; s < MAX_CLUSTER; s++) part[s] = s < p.slices ? load_of_rank(mine + i * 128, s) : -0.0f;
@@ -697,7 +710,7 @@ struct StreamGemm {
     sync_slices();  // until here others may read
   }
   DEVICE void store_one(const Entry& t, int tile, int i, float v) const {
-    int token = 8 * (i >> 2) + 2 * (lane & 3) + (i & 1), column = tile * 64 + warp * 16 + (lane >> 2) + 8 * (i >> 1 & 1);
+    int token = token_of(i), column = tile * 64 + warp * 16 + weight_row_of(i);
     if (token >= t.count || column >= p.columns) return;
     uint64_t to = uint64_t(source_row(t, token)) * p.ld_out + column;
     if constexpr (EPILOGUE == STORE_BF16)
@@ -713,7 +726,7 @@ struct StreamGemm {
     for_outputs(t, tile * 64 + warp * 16, p.columns, total, [&](int row, int column, float v, int) {
       p.partial[at.slice * plane + uint64_t(row) * p.ld_out + column] = v;
     });
-    uint32_t* arrived = reinterpret_cast<uint32_t*>(reduction + parity * NT * 512);
+    uint32_t* arrived = reinterpret_cast<uint32_t*>(reduction + parity * GROUPS * 512);
     sync_warpgroup(group);  // everybody's stores lie behind the thread that counts
     if (tid == 0) {
       uint32_t* counter = p.counters + divide(at.item, p.inverse.slices);
@@ -728,24 +741,24 @@ struct StreamGemm {
   // Loads do not depend on sums, so that their latencies pass side by side. What is not there counts
   // as -0, which changes no sum.
   DEVICE void add_slices(const Entry& t, int tile, uint64_t plane, float* total) const {
-    constexpr int AT_ONCE = ALWAYS_SHARED || NT > 2 ? 1 : 4 / NT;
-    uint32_t from[4 * NT];
+    constexpr int AT_ONCE = ALWAYS_SHARED || NT > 2 ? 1 : 4 / GROUPS;
+    uint32_t from[VALUES];
 #pragma unroll
-    for (int i = 0; i < 4 * NT; i++) from[i] = 0;
+    for (int i = 0; i < VALUES; i++) from[i] = 0;
     for_outputs(t, tile * 64 + warp * 16, p.columns, total, [&](int row, int column, float, int i) {
       from[i] = static_cast<uint32_t>(row) * p.ld_out + column;
     });
 #pragma unroll 1
     for (int first = 0; first < p.slices; first += AT_ONCE) {
-      float part[AT_ONCE][4 * NT];
+      float part[AT_ONCE][VALUES];
 #pragma unroll
       for (int s = 0; s < AT_ONCE; s++) {
         bool there = first + s < p.slices;
 #pragma unroll
-        for (int i = 0; i < 4 * NT; i++) part[s][i] = there ? load_volatile(p.partial + (first + s) * plane + from[i]) : -0.0f;
+        for (int i = 0; i < VALUES; i++) part[s][i] = there ? load_volatile(p.partial + (first + s) * plane + from[i]) : -0.0f;
       }
 #pragma unroll
-      for (int i = 0; i < 4 * NT; i++) {
+      for (int i = 0; i < VALUES; i++) {
 #pragma unroll
         for (int s = 0; s < AT_ONCE; s++) total[i] = first + s ? total[i] + part[s][i] : part[s][i];
       }
