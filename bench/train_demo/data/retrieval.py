@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 from bench.train_demo.data import words as w
@@ -121,7 +122,11 @@ def quiz(rng: random.Random, num_words: int, num_codes: int) -> Sample:
     while words < num_words:
         sentences.append(_filler(rng))
         words += sentences[-1].count(" ") + 1
-    pairs = rng.sample([(colour, thing) for colour in w.COLOURS for thing in w.OBJECTS], num_codes)
+    colours, things = list(w.COLOURS), list(w.OBJECTS)
+    if rng.random() < 0.6:  # few of each, so that neither word alone tells which code is meant
+        few = 2 + math.isqrt(num_codes)
+        colours, things = rng.sample(colours, few), rng.sample(things, few)
+    pairs = rng.sample([(colour, thing) for colour in colours for thing in things], num_codes)
     codes = {
         key: _code(rng, key, held_out=False) for key in (f"the {c} {thing}" for c, thing in pairs)
     }
