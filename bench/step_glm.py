@@ -175,7 +175,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "norms by a cluster, which sums experts": {"placed": True, "unsummed": True},
     "tiles that ask at once": {"EAGER": True},
     "tiles that ask at once, 4 programs each": {"EAGER": True, "PROGRAMS_EACH": 4},
+    "tiles joined by a kernel that has all of them at once": {"JOINED": True},
     "all of these": {
+        "JOINED": True,
         "placed": True, "unsummed": True, "on_read": True, "EAGER": True, "PROGRAMS_EACH": 4,
     },
 }  # fmt: skip
@@ -183,7 +185,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 BOUND = {
     name: getattr(triton_mla_attention, name)
-    for name in ("EAGER", "PROGRAMS_EACH", "TILES_JOINED", "HEADS_APART")
+    for name in ("JOINED", "EAGER", "PROGRAMS_EACH", "TILES_JOINED", "HEADS_APART")
 }
 
 

@@ -92,5 +92,12 @@ def latent_attention(
     if len(query) >= MANY_ROWS:
         return attend_chosen(launcher, query, latents, selected, rows, scale=scale)
     return triton_mla_attention.attend_selected(
-        query, latents, selected, rows, scale=scale, latent_dim=latent_dim, least_heads=HEADS
+        query,
+        latents,
+        selected,
+        rows,
+        scale=scale,
+        latent_dim=latent_dim,
+        least_heads=HEADS,
+        launcher=launcher,
     )

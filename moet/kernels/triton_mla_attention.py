@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moet.kernels import join_latents as join_latents_kernel
 from moet.kernels.cache import Cache
 from moet.kernels.cubin import device_arch
 from moet.kernels.mla_cache import Fp8LatentRows, Nvfp4LatentRows
@@ -33,6 +34,7 @@ HEADS_EACH = {"sm90a": 64, "sm120a": 16}
 HEADS_APART = {"sm90a": 64, "sm120a": 16}  # where every tile has a program
 HEADS_JOINED = 1  # of one program that joins tiles
 KEYS = 64  # of a tile
+JOINED = False  # whether a kernel of another kind joins tiles
 EAGER = False  # whether tiles with programs of their own ask for all that they read at once
 PROGRAMS_EACH = 1  # of a tile, up to SPLIT_TILES of them in all: each makes all weights, some sums
 TILES_JOINED = TILES_AHEAD  # that a program reads at once
@@ -335,7 +337,14 @@ def latent_attention(
     launcher: Launcher | None = None,
 ) -> Tensor:
     return attend_selected(
-        query, latents, selected, rows, scale=scale, latent_dim=latent_dim, least_heads=16
+        query,
+        latents,
+        selected,
+        rows,
+        scale=scale,
+        latent_dim=latent_dim,
+        least_heads=16,
+        launcher=launcher,
     )
 
 
@@ -348,9 +357,10 @@ def attend_selected(
     scale: float,
     latent_dim: int,
     least_heads: int,
+    launcher: Launcher | None = None,
 ) -> Tensor:
     """`latent_attention`. least_heads: of a program, real or not; the bits of fewer than 64 are
-    others."""
+    others. launcher: of the kernel that joins tiles, where its shapes are."""
     num_rows, num_heads, _ = query.shape
     out = torch.empty((num_rows, num_heads, latent_dim), dtype=query.dtype, device=query.device)
     if num_rows == 0:
@@ -396,7 +406,9 @@ def attend_selected(
         num_stages=1,
         **overlap(query),
     )
-    if not whole:
+    if not whole and JOINED and launcher is not None and join_latents_kernel.fits(out, num_tiles):
+        join_latents_kernel.run(launcher, rows.positions, part_acc, part_sum, num_tiles, top_k, out)
+    elif not whole:
         each = min(HEADS_JOINED, triton.next_power_of_2(num_heads))
         join_latents[(num_rows, triton.cdiv(num_heads, each))](
             rows.positions,

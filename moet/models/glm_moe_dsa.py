@@ -38,7 +38,6 @@ from moet.kernels.norm import add_rms_norm
 from moet.kernels.quant import Activations
 from moet.kernels.rope import rope_cos_sin, rope_frequencies
 from moet.kernels.rows import Rows
-from moet.kernels.stream_gemm import Launcher
 from moet.models.base import (
     ExpertProvider,
     ForwardInput,
@@ -157,19 +156,17 @@ class Attention:
         index = None if indexer is None else indexer.keys.form
         self._inputs = latent_inputs.bind(arch=arch, rank=rank, form=latents.form, index=index)
         self._queries = latent_queries.bind(arch=arch, index=index, nope_dim=nope)
-        self.launcher = self._launcher(weights, config)
-        placed = self.launcher is not None
+        self.launcher = None if weights.gpu is None else weights.gpu.launcher
+        placed = self._has_chunk_kernel(weights, config)
         self._attend = latent_attention.bind(arch=arch, form=latents.form, placed=placed)
         self._values = head_products.bind(arch=arch)
 
-    def _launcher(self, weights: Weights, config: GlmMoeDsaConfig) -> Launcher | None:
-        """Of the kernel that chunks attend by, if there is one for this layer."""
+    def _has_chunk_kernel(self, weights: Weights, config: GlmMoeDsaConfig) -> bool:
         gpu, form = weights.gpu, self.latents.form
         heads, top_k = config.num_attention_heads, config.index_topk
         if gpu is None or not gpu.latent_chunks:
-            return None
-        fits = latent_chunks_fit(arch=gpu.arch, form=form, num_heads=heads, top_k=top_k)
-        return gpu.launcher if fits else None
+            return False
+        return latent_chunks_fit(arch=gpu.arch, form=form, num_heads=heads, top_k=top_k)
 
     def __call__(
         self, x: Activations, step: Step, selection: Tensor | None

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from moet.kernels import triton_indexer, triton_mla, triton_mla_attention, triton_swiglu
 from moet.kernels.cache import Cache, PlanedFormat
+from moet.kernels.cubin import device_arch
+from moet.kernels.device_gemm import Device
 from moet.kernels.indexer import index_select
 from moet.kernels.mixture import Mixture
 from moet.kernels.mla_attention import (
@@ -242,7 +244,14 @@ def test_latent_attention(
         patch.setattr(triton_mla_attention, "EAGER", True)
         patch.setattr(triton_mla_attention, "PROGRAMS_EACH", 2)
         eager = triton_mla_attention.latent_attention(query, latents, selected, rows, **settings)
-    assert torch.equal(eager, got)
+        assert torch.equal(eager, got)
+        if device.type == "cuda":  # whose rows are as wide as that kernel's
+            patch.setattr(triton_mla_attention, "JOINED", True)
+            launcher = Device.open(device_arch(device), device).launcher
+            joined = triton_mla_attention.latent_attention(
+                query, latents, selected, rows, **settings, launcher=launcher
+            )
+            assert torch.equal(joined, got)
     monkeypatch.setattr(triton_mla_attention, "MAX_PARTS", 0)  # one program takes tiles in turn
     whole = triton_mla_attention.latent_attention(query, latents, selected, rows, **settings)
     assert torch.equal(whole, got)
