@@ -85,14 +85,18 @@ def alone(folder: Path) -> Answers:
 
 
 def require_alike(folder: Path, alone: Answers) -> None:
-    """That two tensor ranks, which compare what they sample, answer twice alike and much as one."""
+    """That two tensor ranks, which compare what they sample, answer twice alike and much as one.
+
+    Ranks round at other places, before their sum, and random weights have near ties. As far as the
+    first token that differs both have had the same context, so their best tokens are as likely.
+    """
     with engine(folder, tensor=2) as made:
         plain = answers(made)
         assert answers(made) == plain  # the second time from the prefix cache
-    for (_, mine), (_, whole) in zip(plain, alone, strict=True):
-        assert abs(mine[0] - whole[0]) < 0.1  # rounded at other places, before the ranks' sum
-    same = sum(mine[0][:4] == whole[0][:4] for mine, whole in zip(plain, alone, strict=True))
-    assert same >= len(PROMPTS) - 1
+    for (mine, likely), (whole, as_likely) in zip(plain, alone, strict=True):
+        differ = [i for i, pair in enumerate(zip(mine, whole, strict=True)) if len(set(pair)) > 1]
+        for i in range(min(differ, default=len(mine) - 1) + 1):
+            assert abs(likely[i] - as_likely[i]) < 0.1, i
 
 
 def test_two_tensor_ranks(folder: Path, alone: Answers) -> None:
