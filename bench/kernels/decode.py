@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.kernels.rig import DEVICE, Bench, dense_pair, random_pool, read_us
+from bench.kernels.rig import DEVICE, ROUND_BYTES, Bench, dense_pair, random_pool, read_us
 from moet.kernels import decode_experts, paired_experts
 from moet.kernels.layout import ExpertRows, Mxfp4Rows, W2Rows
 from moet.kernels.nvfp4_rows import Nvfp4Rows
@@ -290,13 +290,14 @@ def nvfp4_is_right(bench: Bench, format: Nvfp4Rows, t: int) -> None:
 
 
 def short_reads(bench: Bench) -> None:
-    """What a launch that only reads takes for as many bytes as these kernels do: their ceiling."""
-    for megabytes in (8, 14, 28, 34, 45, 85):
-        best = min(
-            (read_us(bench, megabytes << 20, ctas_per_sm), ctas_per_sm) for ctas_per_sm in (2, 4)
-        )
-        name = f"nothing but reading, {best[1]} CTAs an SM"
-        bench.streamed(name, f"{megabytes} MiB", best[0], megabytes << 20, 0.0)
+    """What launches that only read take, one behind the other, for as many bytes as these kernels
+    read. They begin once the one ahead has ended."""
+    for megabytes in (8, 14, 28, 34, 45, 85, 505):
+        num_bytes = megabytes << 20
+        grids = [max(1, round(num_bytes / ROUND_BYTES / rounds)) for rounds in (1, 2, 3, 4, 6, 8)]
+        best, grid = min((read_us(bench, num_bytes, grid), grid) for grid in grids)
+        name = f"nothing but reading, {grid} CTAs"
+        bench.streamed(name, f"{megabytes} MiB", best, num_bytes, 0.0)
 
 
 def measure(bench: Bench) -> None:

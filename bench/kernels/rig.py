@@ -106,13 +106,13 @@ class Bench:
 
 
 READ_BYTES = 4 << 30
+ROUND_BYTES = 512 * 8 * 16  # of a CTA that reads
 
 
-def read_us(bench: Bench, num_bytes: int, ctas_per_sm: int) -> float:
-    """Time of a launch that reads so many bytes, to whole rounds of its threads, of 4 GiB."""
+def read_us(bench: Bench, num_bytes: int, grid: int) -> float:
+    """Time of a launch of so many CTAs that reads so many bytes of 4 GiB, to whole rounds."""
     source = torch.zeros(READ_BYTES // 8, dtype=torch.int64, device=DEVICE)
-    grid = ctas_per_sm * bench.kernels.num_sms
-    unit = grid * 512 * 8
+    unit = grid * ROUND_BYTES // 16
     words = max(1, round(num_bytes / 16 / unit)) * unit
     launch = partial(bench.kernels.launch, "read_buffer", grid=grid, threads=512, shared_bytes=0)
     calls = [
@@ -125,9 +125,9 @@ def read_us(bench: Bench, num_bytes: int, ctas_per_sm: int) -> float:
 def read_rate(bench: Bench) -> None:
     """Bytes per microsecond that a kernel which only reads gets, at the best of several grids."""
     for ctas_per_sm in (2, 3, 4, 8):
-        unit = ctas_per_sm * bench.kernels.num_sms * 512 * 8 * 16
-        num_bytes = READ_BYTES // unit * unit
-        us = read_us(bench, num_bytes, ctas_per_sm)
+        grid = ctas_per_sm * bench.kernels.num_sms
+        num_bytes = READ_BYTES // (grid * ROUND_BYTES) * grid * ROUND_BYTES
+        us = read_us(bench, num_bytes, grid)
         bench.read_bytes_per_us = max(bench.read_bytes_per_us, num_bytes / us)
     rate = bench.read_bytes_per_us / 1e6
     bench.add("read, 4 GiB", rate, "TB/s", "higher", None, 0.0, "the 100 % of the other rows")
