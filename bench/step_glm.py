@@ -289,11 +289,14 @@ def decode_rows(bench: Bench, rig: DeviceRig, layers: int, num_steps: int) -> No
 def chunk_rows(bench: Bench, rig: DeviceRig, layers: int, ranks: int) -> None:
     """A prompt of one chunk, its attention by tiles and by the kernel of chunks, and what each of
     its kernels takes of a layer; the logits' bits, and the memory that it needs."""
-    kept = device_latents.MANY_ROWS
+    kept = device_latents.MANY_ROWS, device_latents.FEW_HEADS
     label = f"chunk of {PROMPT}, {ranks} ranks"
-    for name, many in (("chunk kernel", kept), ("tiles", 1 << 30)):
+    ways = {"chunk kernel": kept, "tiles": (1 << 30, 0)}
+    if ranks > 1:
+        ways["heads as rows"] = kept[0], 0
+    for name, way in ways.items():
         with bench.part(f"{label}, {name}"):
-            device_latents.MANY_ROWS = many
+            device_latents.MANY_ROWS, device_latents.FEW_HEADS = way
             rig.time_prompt(PROMPT, PROMPT)
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
@@ -308,7 +311,7 @@ def chunk_rows(bench: Bench, rig: DeviceRig, layers: int, ranks: int) -> None:
                 case = kernel.name.replace("(anonymous namespace)::", "")[:60]
                 note = f"{kernel.num_launches:.0f} launches"
                 bench.add(f"{label}, {name}: {case}", kernel.time_us / 1e3, "ms", note=note)
-    device_latents.MANY_ROWS = kept
+    device_latents.MANY_ROWS, device_latents.FEW_HEADS = kept
 
 
 def bits(rig: DeviceRig) -> int:

@@ -19,7 +19,17 @@ LOG2E = 1.4426950408889634
 SMALL = 256.0  # how much smaller keys are in shared memory
 MANY_ROWS = 128  # of so many rows each has a CTA of its own; fewer are cut by tiles
 MAX_CHOSEN = 2048  # positions of a row, which wait in shared memory
-SHARED_BYTES = 1024 + 3 * KEYS * 2 * (LATENT + ROPE) + 4 * MAX_CHOSEN  # queries, two tiles of keys
+FEW_HEADS = 32  # up to so many are columns of the matrix instructions instead of rows
+
+
+def shared_bytes(num_heads: int) -> int:
+    """Barriers, queries, two tiles of keys and what was chosen; of few heads weights, logits and
+    sums of two tiles."""
+    keys = 2 * KEYS * 2 * (LATENT + ROPE) + 4 * MAX_CHOSEN
+    if num_heads > FEW_HEADS:
+        return 1024 + HEADS * 2 * (LATENT + ROPE) + keys
+    weights = 2 * FEW_HEADS * (2 * KEYS + 4 * (KEYS + 4) + 2 * 4)
+    return 1024 + FEW_HEADS * 2 * (LATENT + ROPE) + keys + weights
 
 
 class LatentArgs(ctypes.Structure):
@@ -66,11 +76,13 @@ def attend_chosen(
         per_page=form.entries_per_page,
         top_k=top_k,
     )
+    kind = "chosen" if num_heads > FEW_HEADS else "few"
+    coding = "nvfp4" if isinstance(form, Nvfp4LatentRows) else "fp8"
     launcher.launch(
-        "attend_chosen_nvfp4" if isinstance(form, Nvfp4LatentRows) else "attend_chosen_fp8",
+        f"attend_{kind}_{coding}",
         grid=min(num_rows, launcher.num_sms),
         threads=THREADS,
-        shared_bytes=SHARED_BYTES,
+        shared_bytes=shared_bytes(num_heads),
         args=args,
     )
     return out
