@@ -43,22 +43,10 @@ MAX_PARTS = 1024  # tiles whose sums wait in memory at a time; 128 KiB each at r
 
 @triton.jit
 def find_rows(
-    window,
-    chunk,
-    entries,
-    selected,
-    table,
-    ring,
-    row,
-    p,
-    start,
+    where,
     tile,
-    visible,
-    CHUNK_ENTRIES,
-    PAGE_BYTES,
     WINDOW: tl.constexpr,
     RING: tl.constexpr,
-    RATIO: tl.constexpr,
     ENTRIES: tl.constexpr,
     TOP_K: tl.constexpr,
     HAS_CHUNK: tl.constexpr,
@@ -68,6 +56,8 @@ def find_rows(
 ):
     """Where the rows of a tile are: bytes from `window` to their data and scales, [KEYS] int64, and
     which of them exist."""
+    (window, chunk, entries, selected, CHUNK_ENTRIES, PAGE_BYTES, table, ring) = where[:8]
+    (row, p, start, visible) = where[8:]
     WINDOW_TILES: tl.constexpr = (WINDOW + KEYS - 1) // KEYS
     key = tile * KEYS + tl.arange(0, KEYS)
     oldest = tl.maximum(p - WINDOW + 1, 0)
@@ -157,6 +147,155 @@ def attend_tile(q, blocks, valid, scale, BLOCKS: tl.constexpr):
     return weight.to(tl.bfloat16), top, tl.sum(weight, 1)
 
 
+@triton.jit
+def sight(
+    positions, row, WINDOW_TILES, RATIO: tl.constexpr, TOP_K: tl.constexpr, KEYS: tl.constexpr
+):
+    """A row's position, the entries it sees, and the tiles that these and its window take."""
+    p = tl.load(positions + row)
+    visible = (p + 1) // RATIO if RATIO > 0 else 0
+    if TOP_K > 0:
+        visible = tl.minimum(visible, TOP_K)
+    return p, visible, tl.where(p >= 0, WINDOW_TILES + tl.cdiv(visible, KEYS), 0)
+
+
+@triton.jit
+def load_query(q_ptr, at, real, BLOCKS: tl.constexpr):
+    q = ()
+    for b in tl.static_range(BLOCKS):
+        q = q + (tl.load(q_ptr + at + b * 64, mask=real, other=0.0).to(tl.bfloat16),)
+    return q
+
+
+@triton.jit
+def attend_all(
+    q_ptr,
+    at,
+    real,
+    where,
+    last,
+    scale,
+    WINDOW: tl.constexpr,
+    RING: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    TOP_K: tl.constexpr,
+    HAS_CHUNK: tl.constexpr,
+    HB: tl.constexpr,
+    DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    DATA: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+):
+    """A row's tiles in turn. Returns their maximum logit and sum of weights, [HB], and the sums of
+    their values, [HB, 64] of each block."""
+    BLOCKS: tl.constexpr = DIM // 64
+    WINDOW_TILES: tl.constexpr = (WINDOW + KEYS - 1) // KEYS
+    q = load_query(q_ptr, at, real, BLOCKS)
+    acc = ()
+    for _ in tl.static_range(BLOCKS):
+        acc = acc + (tl.zeros([HB, 64], tl.float32),)
+    top = tl.full([HB], float("-inf"), tl.float32)
+    total = tl.zeros([HB], tl.float32)
+    for tile in range(last):
+        if (tile >= WINDOW_TILES) | (tile * KEYS <= where[9]):
+            data_at, scales_at, valid = find_rows(
+                where, tile, WINDOW, RING, ENTRIES, TOP_K, HAS_CHUNK, KEYS, DATA, SCALE_BYTES
+            )
+            blocks = load_rows(where[0], data_at, scales_at, valid, DIM)
+            weight, part_top, part_total = attend_tile(q, blocks, valid, scale, BLOCKS)
+            top, total, old, new = shares(top, total, part_top, part_total)
+            old = tl.broadcast_to(old[:, None], [HB, 64])
+            new = tl.broadcast_to(new[:, None], [HB, 64])
+            joined = ()
+            for b in tl.static_range(BLOCKS):
+                part = tl.dot(weight, blocks[b])
+                joined = joined + (scaled_sum(old, acc[b], new, part),)
+            acc = joined
+    return top, total, acc
+
+
+@triton.jit
+def store_values(
+    acc,
+    factor,
+    cos,
+    sin,
+    out,
+    scales,
+    head,
+    at,
+    inside,
+    DIM: tl.constexpr,
+    QUANT: tl.constexpr,
+):
+    """A row's heads from their sums: rotated back, and in e4m3 with scales if QUANT."""
+    BLOCKS: tl.constexpr = DIM // 64
+    done = ()
+    for b in tl.static_range(BLOCKS):
+        value = (acc[b] * factor).to(tl.bfloat16).to(tl.float32)
+        if b == BLOCKS - 1:
+            value = rotate_pairs(value, cos, -sin).to(tl.bfloat16).to(tl.float32)
+        done = done + (value,)
+    if QUANT:
+        for c in tl.static_range(DIM // 128):
+            low, high = tl.abs(done[2 * c]), tl.abs(done[2 * c + 1])
+            byte = e4m3_exponent(tl.maximum(tl.max(low, 1), tl.max(high, 1)))
+            fit = power_of_two(254 - byte)[:, None]
+            scale_at = head * (DIM // 128) + c
+            tl.store(scales + scale_at, power_of_two(byte), mask=inside)
+            d = mma_place(tl.arange(0, 64))[None, :]
+            to = out + head[:, None] * DIM + c * 128 + d
+            tl.store(to, e4m3_codes(done[2 * c] * fit).to(tl.uint8), mask=inside[:, None])
+            tl.store(to + 64, e4m3_codes(done[2 * c + 1] * fit).to(tl.uint8), mask=inside[:, None])
+    else:
+        for b in tl.static_range(BLOCKS):
+            value = done[b].to(out.dtype.element_ty)
+            tl.store(out + at + b * 64, value, mask=inside[:, None])
+
+
+@triton.jit
+def attend_one(
+    q_ptr,
+    at,
+    real,
+    where,
+    tile,
+    scale,
+    h,
+    part_acc,
+    part_sum,
+    WINDOW: tl.constexpr,
+    RING: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    TOP_K: tl.constexpr,
+    HAS_CHUNK: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    DATA: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+):
+    """One tile of a row, of whose sums a program stores one of SPLIT parts."""
+    BLOCKS: tl.constexpr = DIM // 64
+    q = load_query(q_ptr, at, real, BLOCKS)
+    data_at, scales_at, valid = find_rows(
+        where, tile, WINDOW, RING, ENTRIES, TOP_K, HAS_CHUNK, KEYS, DATA, SCALE_BYTES
+    )
+    blocks = load_rows(where[0], data_at, scales_at, valid, DIM)
+    weight, top, total = attend_tile(q, blocks, valid, scale, BLOCKS)
+    part = (where[8] * tl.num_programs(1) + tile) * HEADS + h
+    to = part_acc + part[:, None] * DIM + tl.arange(0, 64)[None, :]
+    mine = tl.program_id(2) % SPLIT
+    if mine == 0:
+        tl.store(part_sum + part * 2, top, mask=h < HEADS)
+        tl.store(part_sum + part * 2 + 1, total, mask=h < HEADS)
+    for s in tl.static_range(SPLIT):
+        if mine == s:
+            for b in tl.static_range(s * BLOCKS // SPLIT, (s + 1) * BLOCKS // SPLIT):
+                tl.store(to + b * 64, tl.dot(weight, blocks[b]), mask=real)
+
+
 @kernel(do_not_specialize=["CHUNK_ENTRIES"])
 def attend(
     q_ptr,
@@ -200,134 +339,69 @@ def attend(
     """Row, tile, head block. WHOLE: all tiles of a row in turn, and its output; otherwise one tile,
     and one of SPLIT parts of its sums."""
     begin(OVERLAP)
-    BLOCKS: tl.constexpr = DIM // 64
     WINDOW_TILES: tl.constexpr = (WINDOW + KEYS - 1) // KEYS
     DATA: tl.constexpr = DIM + ROPE
     SCALE_BYTES: tl.constexpr = ((DIM - ROPE) // 64 + 7) // 8 * 8
     row = tl.program_id(0).to(tl.int64)
     h = tl.program_id(2) // SPLIT * HB + tl.arange(0, HB)
     at = (row * HEADS + h)[:, None] * DIM + tl.arange(0, 64)[None, :]
-    real = (h < HEADS)[:, None]
-    p = tl.load(positions + row)
-    visible = (p + 1) // RATIO if RATIO > 0 else 0
-    if TOP_K > 0:
-        visible = tl.minimum(visible, TOP_K)
-    last = tl.where(p >= 0, WINDOW_TILES + tl.cdiv(visible, KEYS), 0)
+    inside = h < HEADS
+    real = inside[:, None]
+    p, visible, last = sight(positions, row, WINDOW_TILES, RATIO, TOP_K, KEYS)
     ring = tl.load(seq_slots + row) * RING_BYTES
     start = tl.load(starts + row)
     table = page_table + tl.load(page_rows + row) * table_stride
+    memory = (window, chunk, entries, selected, CHUNK_ENTRIES, PAGE_BYTES, table, ring)
+    where = memory + (row, p, start, visible)
     if WHOLE:
-        q = ()
-        acc = ()
-        for b in tl.static_range(BLOCKS):
-            block = tl.load(q_ptr + at + b * 64, mask=real, other=0.0).to(tl.bfloat16)
-            q = q + (block,)
-            acc = acc + (tl.zeros([HB, 64], tl.float32),)
-        top = tl.full([HB], float("-inf"), tl.float32)
-        total = tl.zeros([HB], tl.float32)
-        for tile in range(last):
-            if (tile >= WINDOW_TILES) | (tile * KEYS <= p):
-                data_at, scales_at, valid = find_rows(
-                    window,
-                    chunk,
-                    entries,
-                    selected,
-                    table,
-                    ring,
-                    row,
-                    p,
-                    start,
-                    tile,
-                    visible,
-                    CHUNK_ENTRIES,
-                    PAGE_BYTES,
-                    WINDOW,
-                    RING,
-                    RATIO,
-                    ENTRIES,
-                    TOP_K,
-                    HAS_CHUNK,
-                    KEYS,
-                    DATA,
-                    SCALE_BYTES,
-                )
-                blocks = load_rows(window, data_at, scales_at, valid, DIM)
-                weight, part_top, part_total = attend_tile(q, blocks, valid, scale, BLOCKS)
-                top, total, old, new = shares(top, total, part_top, part_total)
-                old = tl.broadcast_to(old[:, None], [HB, 64])
-                new = tl.broadcast_to(new[:, None], [HB, 64])
-                joined = ()
-                for b in tl.static_range(BLOCKS):
-                    part = tl.dot(weight, blocks[b])
-                    joined = joined + (scaled_sum(old, acc[b], new, part),)
-                acc = joined
-        sink = tl.load(sink_ptr + h, mask=h < HEADS, other=0.0) * 1.4426950408889634
+        top, total, acc = attend_all(
+            q_ptr,
+            at,
+            real,
+            where,
+            last,
+            scale,
+            WINDOW,
+            RING,
+            ENTRIES,
+            TOP_K,
+            HAS_CHUNK,
+            HB,
+            DIM,
+            KEYS,
+            DATA,
+            SCALE_BYTES,
+        )
+        sink = tl.load(sink_ptr + h, mask=inside, other=0.0) * 1.4426950408889634
         factor = final_factor(top, total, sink)[:, None]
         cos, sin = load_angles(cos_ptr, sin_ptr, row, ROPE)
-        done = ()
-        for b in tl.static_range(BLOCKS):
-            value = (acc[b] * factor).to(tl.bfloat16).to(tl.float32)
-            if b == BLOCKS - 1:
-                value = rotate_pairs(value, cos, -sin).to(tl.bfloat16).to(tl.float32)
-            done = done + (value,)
-        if QUANT:
-            for c in tl.static_range(DIM // 128):
-                low, high = tl.abs(done[2 * c]), tl.abs(done[2 * c + 1])
-                byte = e4m3_exponent(tl.maximum(tl.max(low, 1), tl.max(high, 1)))
-                fit = power_of_two(254 - byte)[:, None]
-                scale_at = (row * HEADS + h) * (DIM // 128) + c
-                tl.store(scales + scale_at, power_of_two(byte), mask=h < HEADS)
-                d = mma_place(tl.arange(0, 64))[None, :]
-                to = out + (row * HEADS + h)[:, None] * DIM + c * 128 + d
-                tl.store(to, e4m3_codes(done[2 * c] * fit).to(tl.uint8), mask=real)
-                tl.store(to + 64, e4m3_codes(done[2 * c + 1] * fit).to(tl.uint8), mask=real)
-        else:
-            for b in tl.static_range(BLOCKS):
-                value = done[b].to(out.dtype.element_ty)
-                tl.store(out + at + b * 64, value, mask=real)
+        head = row * HEADS + h
+        store_values(acc, factor, cos, sin, out, scales, head, at, inside, DIM, QUANT)
     else:
         tile = tl.program_id(1)
         if (tile < last) & ((tile >= WINDOW_TILES) | (tile * KEYS <= p)):
-            q = ()
-            for b in tl.static_range(BLOCKS):
-                block = tl.load(q_ptr + at + b * 64, mask=real, other=0.0).to(tl.bfloat16)
-                q = q + (block,)
-            data_at, scales_at, valid = find_rows(
-                window,
-                chunk,
-                entries,
-                selected,
-                table,
-                ring,
-                row,
-                p,
-                start,
+            attend_one(
+                q_ptr,
+                at,
+                real,
+                where,
                 tile,
-                visible,
-                CHUNK_ENTRIES,
-                PAGE_BYTES,
+                scale,
+                h,
+                part_acc,
+                part_sum,
                 WINDOW,
                 RING,
-                RATIO,
                 ENTRIES,
                 TOP_K,
                 HAS_CHUNK,
+                HEADS,
+                DIM,
                 KEYS,
+                SPLIT,
                 DATA,
                 SCALE_BYTES,
             )
-            blocks = load_rows(window, data_at, scales_at, valid, DIM)
-            weight, top, total = attend_tile(q, blocks, valid, scale, BLOCKS)
-            part = (row * tl.num_programs(1) + tile) * HEADS + h
-            to = part_acc + part[:, None] * DIM + tl.arange(0, 64)[None, :]
-            mine = tl.program_id(2) % SPLIT
-            if mine == 0:
-                tl.store(part_sum + part * 2, top, mask=h < HEADS)
-                tl.store(part_sum + part * 2 + 1, total, mask=h < HEADS)
-            for s in tl.static_range(SPLIT):
-                if mine == s:
-                    for b in tl.static_range(s * BLOCKS // SPLIT, (s + 1) * BLOCKS // SPLIT):
-                        tl.store(to + b * 64, tl.dot(weight, blocks[b]), mask=real)
 
 
 @triton.jit
@@ -368,11 +442,7 @@ def join(
     h = tl.program_id(1) * EACH + tl.arange(0, EACH)
     d = tl.arange(0, DIM)
     real = h < HEADS
-    p = tl.load(positions + row)
-    visible = (p + 1) // RATIO if RATIO > 0 else 0
-    if TOP_K > 0:
-        visible = tl.minimum(visible, TOP_K)
-    last = tl.where(p >= 0, WINDOW_TILES + tl.cdiv(visible, KEYS), 0)
+    p, _, last = sight(positions, row, WINDOW_TILES, RATIO, TOP_K, KEYS)
     top = tl.full([EACH], float("-inf"), tl.float32)
     total = tl.zeros([EACH], tl.float32)
     acc = tl.zeros([EACH, DIM], tl.float32)
