@@ -287,13 +287,13 @@ def decode_rows(bench: Bench, rig: DeviceRig, layers: int, num_steps: int) -> No
 
 
 def chunk_rows(bench: Bench, rig: DeviceRig, layers: int, ranks: int) -> None:
-    """A prompt of one chunk, its attention by tiles and by the kernel of chunks, and what each of
-    its kernels takes of a layer; the logits' bits, and the memory that it needs."""
+    """A prompt of one chunk, its attention by tiles and by the kernels of chunks, and what each of
+    its kernels takes; the state's bits, and the memory that it needs."""
     kept = device_latents.MANY_ROWS, device_latents.FEW_HEADS
     label = f"chunk of {PROMPT}, {ranks} ranks"
-    ways = {"chunk kernel": kept, "tiles": (1 << 30, 0)}
+    ways = {"tiles": (1 << 30, 0), "heads as rows": (kept[0], 0)}
     if ranks > 1:
-        ways["heads as rows"] = kept[0], 0
+        ways["heads as columns"] = kept
     for name, way in ways.items():
         with bench.part(f"{label}, {name}"):
             device_latents.MANY_ROWS, device_latents.FEW_HEADS = way
