@@ -29,8 +29,8 @@ from moet.models.tensor_spec import TensorSpec
 
 # By the end of the name without `.weight` and scales. The rest is copied to every rank.
 _SPLIT = (
-    *("embed", "head", "wq_b", "wo_a", "wo_b", "w1", "w2", "w3"),
-    *("embed_tokens", "lm_head", "q_b_proj", "kv_b_proj", "o_proj"),
+    *("head", "wq_b", "wo_a", "wo_b", "w1", "w2", "w3"),
+    *("lm_head", "q_b_proj", "kv_b_proj", "o_proj"),
     *("gate_proj", "up_proj", "down_proj"),
 )
 _LOOKED_UP = ("embed.weight", "embed_tokens.weight", "tid2eid")  # some rows a step, not all
