@@ -44,7 +44,7 @@ GROUPS = (
 
 def _gate(tau: float, prefill: Precision | None = None) -> Variant:
     name = f"gate {tau:g}" + (f", prefill {prefill}" if prefill else "")
-    experts = ExpertConfig(policy="gate", tau=tau, prefill_precision=prefill)
+    experts = ExpertConfig(policy="gate", tau=tau, prefill_precision=prefill or "w2")
     return Variant(name, precision="w2", experts=experts)
 
 

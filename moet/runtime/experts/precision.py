@@ -6,11 +6,11 @@
     gate    2-bit; a generated row whose likeliest next token has at most the probability tau is
             computed again with FP4 experts, and the token comes from that
 
-Rows of the prompt follow the policy, or one precision for all where the server says so; they are
-never judged. What a policy computes is a function of tokens and weights: never of what happens to
-be resident, of drafts or of batch mates. With drafts, the first row that is accepted and uncertain
-is the last of its step: what was written for those behind it is written again, as for drafts that
-do not hold.
+Rows of the prompt follow the policy, in FP4 for `gate`, or one precision for all where the server
+says so; they are never judged. What a policy computes is a function of tokens and weights: never of
+what happens to be resident, of drafts or of batch mates. With drafts, the first row that is
+accepted and uncertain is the last of its step: what was written for those behind it is written
+again, as for drafts that do not hold.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ from moet.runtime.sequence import Sequence as Seq
 
 ROWS_OF: Mapping[str, str] = {"w2": "w2", "fp4": "fp4", "w2+hot": "w2+hot", "gate": "w2"}
 """Policy -> the provider that computes a row at first."""
+
+PROMPTS_OF: Mapping[str, str] = {**ROWS_OF, "gate": "fp4"}
+"""Policy -> the provider of a prompt's rows: what is read in 2 bits costs more later than it saves,
+so a policy that has FP4 experts reads with them."""
 
 
 class PrecisionSet:
@@ -88,7 +92,7 @@ class PrecisionSet:
 
     def of_prompt(self, policy: str) -> str:
         """The provider of a prompt's rows: pages may be shared by policies where it is equal."""
-        return self.prefill or self.of_rows(policy)
+        return self.prefill or PROMPTS_OF.get(policy, policy)
 
     def is_usual(self, policy: str, *, of_prompt: bool) -> bool:
         """Whether the experts of the default policy compute such a row, once and for all."""

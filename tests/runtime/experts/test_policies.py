@@ -171,9 +171,9 @@ def test_policies_differ_and_the_gate_is_between(
 ) -> None:
     outputs = {policy: alone(policy)["a"] for policy in ("w2", "fp4", "gate")}
     assert len({str(output) for output in outputs.values()}) == 3
-    always = run(models.core("gate", tau=1.0, prefill="fp4"), GREEDY)
+    always = run(models.core("gate", tau=1.0), GREEDY)
     assert always == {name: alone("fp4", "fp4")[name] for name in always}
-    never = run(models.core("gate", tau=0.0), GREEDY)
+    never = run(models.core("gate", tau=0.0, prefill="w2"), GREEDY)
     assert never == {name: alone("w2")[name] for name in never}
 
 
