@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 import psutil
+import torch
 
 from moet.config import EngineConfig, ModelSettings, cache_dir
 from moet.errors import ConfigError
@@ -39,6 +40,7 @@ from moet.runtime.device_start import (
     plan_device,
     settle_device,
 )
+from moet.runtime.exhausted import failed_start
 from moet.runtime.experts.hot import read_hot
 from moet.runtime.experts.serving import Served, ServedExperts, resident_store
 from moet.runtime.experts.store import ResidentExpertStore
@@ -58,6 +60,13 @@ LOG_INTERVAL_S = 5.0
 
 def load_core(config: EngineConfig, progress: Progress) -> EngineCore:
     """Build the core that a config asks for, making its pack first if there is none."""
+    try:
+        return _load_core(config, progress)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(failed_start(error)) from error
+
+
+def _load_core(config: EngineConfig, progress: Progress) -> EngineCore:
     if config.parallel.num_ranks > 1:
         from moet.runtime.parallel.start import load_leading_core  # which builds its core here
 

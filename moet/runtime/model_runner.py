@@ -28,6 +28,7 @@ from moet.runtime.batch import (
     int64_tensor,
 )
 from moet.runtime.drafter import Drafter, Settled
+from moet.runtime.exhausted import failed_step
 from moet.runtime.experts.precision import PrecisePasses, PrecisionSet, Target, position_of
 from moet.runtime.kv_cache import KVCache
 from moet.runtime.passes import Passes
@@ -351,12 +352,7 @@ def fail(result: StepResult, indices: list[int], error: Exception) -> None:
     message = f"the step failed: {type(error).__name__}: {error}"
     if isinstance(error, torch.OutOfMemoryError):
         traceback.clear_frames(error.__traceback__)  # which hold all that the step had made
-        message = (
-            "the device has no memory left for a step like this one "
-            f"({str(error).removeprefix('CUDA out of memory. ').split('. ')[0]}). Lower "
-            "--max-num-batched-tokens, which a step needs memory for, or --kv-cache-memory, which "
-            "leaves steps the rest"
-        )
+        message = failed_step(error)
     result.errors.update(dict.fromkeys(indices, message))
     result.failed = True
 
