@@ -354,6 +354,8 @@ def _make(made: argparse.ArgumentParser) -> None:
 
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_UNITS |= {"t": 1000**4, "tib": 2**40}
+_MOST = 2**60  # of anything
 
 
 def num_bytes(text: str) -> int:
@@ -433,4 +435,7 @@ def _quantity(text: str, said: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
     if match is None or match[2] not in _UNITS:
         raise argparse.ArgumentTypeError(f"{said!r} is not a number with a unit such as k or GiB")
-    return int(float(match[1]) * _UNITS[match[2]])
+    number = float(match[1]) * _UNITS[match[2]]
+    if number > _MOST:
+        raise argparse.ArgumentTypeError(f"{said[:40]!r} is more than {_MOST}")
+    return int(number)

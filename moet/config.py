@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,6 +25,15 @@ MAX_SPEC_TOKENS = 8  # the draft blocks were trained for 1 to 5
 def _require(holds: bool, message: str) -> None:
     if not holds:
         raise ConfigError(message)
+
+
+def _require_seconds(flag: str, value: float | None, *, least: float | None = None) -> None:
+    """Raise ConfigError unless a time is None, or finite and positive (with `least`: no less)."""
+    if value is not None:
+        fits = value > 0 if least is None else value >= least
+        limit = "positive" if least is None else f"at least {least:g} s"
+        finite = math.isfinite(value)
+        _require(fits and finite, f"{flag} is {value}; it must be finite and {limit}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,10 +115,7 @@ class ExpertConfig:
             ("--host-experts", self.host_bytes),
         ):
             _require(size is None or size > 0, f"{flag} is {size}; it must be positive, or auto")
-        _require(
-            self.read_timeout_s > 0,
-            f"--expert-read-timeout is {self.read_timeout_s}; it must be positive",
-        )
+        _require_seconds("--expert-read-timeout", self.read_timeout_s)
 
     @property
     def is_plain(self) -> bool:
@@ -148,14 +155,8 @@ class SchedulerConfig:
             value = getattr(self, name)
             flag = "--" + name.replace("_", "-")
             _require(value >= 1, f"{flag} is {value}; it must be at least 1")
-        _require(
-            self.queue_timeout_s is None or self.queue_timeout_s > 0,
-            f"--queue-timeout is {self.queue_timeout_s}; it must be positive",
-        )
-        _require(
-            self.step_timeout_s > 0,
-            f"--step-timeout is {self.step_timeout_s}; it must be positive",
-        )
+        _require_seconds("--queue-timeout", self.queue_timeout_s)
+        _require_seconds("--step-timeout", self.step_timeout_s)
         _require(
             0 < self.prefill_share <= 1,
             f"--prefill-share is {self.prefill_share}; it must be above 0 and at most 1",
@@ -181,10 +182,7 @@ class ParallelConfig:
         for flag, value in (("-tp", self.tensor), ("-pp", self.pipeline)):
             _require(value >= 1, f"{flag} is {value}; it must be at least 1")
         _require(self.tensor in (1, 2, 4), f"-tp is {self.tensor}; it must be 1, 2 or 4")
-        _require(
-            self.hang_timeout_s >= 1,
-            f"--hang-timeout is {self.hang_timeout_s}; it must be at least 1 second",
-        )
+        _require_seconds("--hang-timeout", self.hang_timeout_s, least=1)
 
     @property
     def num_ranks(self) -> int:
@@ -254,10 +252,10 @@ class ServerConfig:
             limit is None or limit >= 0,
             f"--max-thinking-tokens is {limit}; it must be at least 0",
         )
-        _require(
-            self.request_timeout_s is None or self.request_timeout_s > 0,
-            f"--request-timeout is {self.request_timeout_s}; it must be positive",
-        )
+        _require(0 <= self.port <= 65535, f"--port is {self.port}; it must be from 0 to 65535")
+        _require_seconds("--request-timeout", self.request_timeout_s)
+        _require_seconds("--shutdown-timeout", self.shutdown_timeout_s, least=0)
+        _require_seconds("--sse-keep-alive-interval", self.keep_alive_s)
 
 
 def cache_dir() -> Path:

@@ -51,7 +51,14 @@ def test_flags_are_taken_with_dashes_and_underscores() -> None:
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [("5", 5), ("1k", 1000), ("2GB", 2 * 10**9), ("4GiB", 4 << 30), ("1.5MiB", 3 << 19)],
+    [
+        ("5", 5),
+        ("1k", 1000),
+        ("2GB", 2 * 10**9),
+        ("4GiB", 4 << 30),
+        ("1.5MiB", 3 << 19),
+        ("1TiB", 1 << 40),
+    ],
 )
 def test_sizes(text: str, number: int) -> None:
     assert num_bytes(text) == number
@@ -68,6 +75,10 @@ def test_token_counts(text: str, number: int) -> None:
         (["generate", "/nowhere", "-p", "x"], "/nowhere is no folder"),
         (["serve", "/nowhere", "--port", "0"], "/nowhere is no folder"),
         (["generate", "--max-num-seqs", "0", "-p", "x"], "--max-num-seqs is 0"),
+        (["generate", "--queue-timeout", "nan", "-p", "x"], "--queue-timeout is nan"),
+        (["serve", "--shutdown-timeout", "nan"], "--shutdown-timeout is nan"),
+        (["serve", "--sse-keep-alive-interval", "0"], "--sse-keep-alive-interval is 0"),
+        (["serve", "--port", "99999"], "--port is 99999"),
         (["generate", "a", "--model", "b", "-p", "x"], "give one of them"),
         (["make-checkpoint", "gpt-2"], "gpt-2"),
         (["make-checkpoint", "deepseek-v4-flash", "--size", "huge"], "huge"),

@@ -164,7 +164,7 @@ class Fp8Rows:
         if nope_dim % FP8_KV_BLOCK or nope_dim == 0:
             raise ConfigError(
                 f"fp8 KV rows need an unrotated part that is a multiple of {FP8_KV_BLOCK}; "
-                f"this model's is {nope_dim} (use --kv-dtype bf16 or fp32)"
+                f"this model's is {nope_dim} (use --kv-cache-dtype bf16 or fp32)"
             )
         self.nope_dim = nope_dim
         self.width = nope_dim + rope_dim
@@ -214,7 +214,7 @@ class Mxfp4Rows:
         if width % MXFP4_BLOCK:
             raise ConfigError(
                 f"MXFP4 index keys need a multiple of {MXFP4_BLOCK} values; this model's have "
-                f"{width} (use --kv-dtype bf16 or fp32)"
+                f"{width} (use --kv-cache-dtype bf16 or fp32)"
             )
         self.width = width
         self.entries_per_page = entries_per_page

@@ -113,7 +113,7 @@ class Nvfp4LatentRows(_LatentRows):
         if latent_dim % (4 * BLOCK):
             raise ConfigError(
                 f"kv_lora_rank is {latent_dim}; nvfp4 KV rows need a multiple of {4 * BLOCK} "
-                "(use --kv-dtype fp8 or bf16)"
+                "(use --kv-cache-dtype fp8 or bf16)"
             )
         super().__init__(latent_dim, rope_dim, entries_per_page)
 

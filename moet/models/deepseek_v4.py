@@ -571,7 +571,7 @@ class DeepseekV4:
         if settings.rounding == "none" and kv_dtype != "fp32":
             raise ConfigError(
                 f"rounding none keeps all numbers in fp32, but the KV format is {kv_dtype}; "
-                "use --kv-dtype fp32 with it"
+                "use --kv-cache-dtype fp32 with it"
             )
         config, source = divide_deepseek_v4(config, source, shard)
         weights = Weights(source, settings, gpu=gpu)

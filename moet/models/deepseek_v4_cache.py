@@ -44,7 +44,8 @@ class CacheLayout:
     ) -> None:
         if kv_dtype not in ("fp32", "bf16", "fp8"):
             raise ConfigError(
-                f"--kv-dtype {kv_dtype} does not exist for DeepSeek-V4-Flash; use fp8, bf16 or fp32"
+                f"--kv-cache-dtype {kv_dtype} does not exist for DeepSeek-V4-Flash; use fp8, "
+                "bf16 or fp32"
             )
         self.kv_dtype, self._held = kv_dtype, held
         self.max_short = 1 + num_spec_tokens  # rows of a sequence that every ring has room for

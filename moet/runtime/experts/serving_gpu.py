@@ -19,7 +19,7 @@ from moet.runtime.experts.hot import HotOnDevice
 from moet.runtime.experts.layer_stream import ByLength, LayerStream, stream_from
 from moet.runtime.experts.precision import PrecisionSet
 from moet.runtime.experts.serving import default_policy, formats_of
-from moet.runtime.experts.sizes import GIB, TierSizes, tier_sizes
+from moet.runtime.experts.sizes import TierSizes, in_mib, tier_sizes
 from moet.runtime.experts.sources import RowSource
 from moet.runtime.experts.tiered import LOW_HIT_RATE, WATCHED
 from moet.runtime.memory import HOST_RESERVE_BYTES
@@ -78,7 +78,7 @@ def device_sizes(
             f"{'--fp4-pool' if second else '--expert-pool'} gives {sizes.num_slots} slots of "
             f"{row_bytes} bytes, {sizes.num_static} of them static; {_decode_rows(config)} "
             f"decoding rows may ask for {least} experts of a layer: give it "
-            f"{(least + sizes.num_static) * row_bytes / GIB:.2f} GiB, or lower --max-num-seqs"
+            f"{in_mib((least + sizes.num_static) * row_bytes)}, or lower --max-num-seqs"
         )
     return sizes
 

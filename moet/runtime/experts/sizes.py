@@ -26,6 +26,11 @@ class TierSizes:
         return self.num_static + self.num_places >= self.num_rows
 
 
+def in_mib(num_bytes: int) -> str:
+    """A size that holds so many bytes, as flags take it."""
+    return f"{-(-num_bytes // 2**20)}MiB"
+
+
 def tier_sizes(
     *,
     row_bytes: int,
@@ -49,7 +54,7 @@ def tier_sizes(
         raise ConfigError(
             f"{pool_flag} gives {num_slots} expert slots of {row_bytes} bytes; {least} are needed, "
             f"{top_k} for the experts of a token and {num_static} static ones: give it "
-            f"{least * row_bytes / GIB:.3f} GiB"
+            f"{in_mib(least * row_bytes)}"
         )
     rest = num_rows - num_static
     num_places = rest if host_bytes is None else min(rest, host_bytes // row_bytes)
@@ -57,7 +62,7 @@ def tier_sizes(
         raise ConfigError(
             f"{rest - num_places} of {num_rows} expert rows have no place in memory and "
             "--no-disk-experts forbids to read them while serving: give --host-experts "
-            f"{rest * row_bytes / GIB:.2f} (GiB), or more --static-experts"
+            f"{in_mib(rest * row_bytes)}, or more --static-experts"
         )
     num_staging = max(2, min(staging_bytes // row_bytes, num_rows))
     in_flight = 2 * NUM_READERS

@@ -54,7 +54,7 @@ def test_recipes_are_understood() -> None:
     [
         ({"tensor": 3}, "-tp is 3; it must be 1, 2 or 4"),
         ({"pipeline": 0}, "-pp is 0; it must be at least 1"),
-        ({"hang_timeout_s": 0.5}, "--hang-timeout is 0.5; it must be at least 1 second"),
+        ({"hang_timeout_s": 0.5}, "--hang-timeout is 0.5; it must be finite and at least 1 s"),
     ],
 )
 def test_wrong_numbers_are_told_of(given: dict[str, float], message: str) -> None:
