@@ -96,6 +96,68 @@ def write_row(
     store_fp8_row(x, pages, slot, PAGE_BYTES, ENTRIES, DIM, ROPE, SCALE_BYTES)
 
 
+@triton.jit
+def compress_row(
+    projected,
+    ape,
+    weight,
+    state,
+    entries,
+    spot,
+    angles,
+    stride,
+    PAGE_BYTES,
+    eps,
+    dtype: tl.constexpr,
+    KEEP: tl.constexpr,
+    RATIO: tl.constexpr,
+    LENGTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+    RING: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ROPE: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+    ROTATE: tl.constexpr,
+    FP8: tl.constexpr,
+):
+    """One compressor's state of a row if KEEP, and the entry that the row closes, if any."""
+    row, p, start, seq_slot, table, positions, seq_slots, closes = spot
+    if KEEP:
+        keep_state(projected, ape, state, positions, seq_slots, row, stride, RATIO, RING, CHANNELS)
+    if closes:
+        close_window(
+            projected,
+            ape,
+            weight,
+            angles[0],
+            angles[1],
+            state,
+            entries,
+            row,
+            p,
+            start,
+            seq_slot,
+            table,
+            stride,
+            PAGE_BYTES,
+            eps,
+            RATIO,
+            LENGTH,
+            TOKENS,
+            RING,
+            WIDTH,
+            CHANNELS,
+            ROPE,
+            ENTRIES,
+            SCALE_BYTES,
+            ROTATE,
+            FP8,
+            dtype,
+        )
+
+
 @kernel(do_not_specialize=["WINDOW_ENTRIES"])
 def prepare(
     qr_kv,
@@ -193,98 +255,62 @@ def prepare(
         start = tl.load(starts + row)
         table = page_table + tl.load(page_rows + row) * table_stride
         dtype: tl.constexpr = values.dtype.element_ty
+        spot = (row, p, start, seq_slot, table, positions, seq_slots, closes)
+        angles = (start_cos, start_sin)
         if SITES > 0:  # noqa: SIM102  (decided when the kernel is compiled)
             if part == 0:
-                mine = projected + COLUMN
-                if KEEP:
-                    keep_state(
-                        mine,
-                        ape,
-                        state,
-                        positions,
-                        seq_slots,
-                        row,
-                        projected_stride,
-                        RATIO,
-                        RING,
-                        CHANNELS,
-                    )
-                if closes:
-                    close_window(
-                        mine,
-                        ape,
-                        weight,
-                        start_cos,
-                        start_sin,
-                        state,
-                        entries,
-                        row,
-                        p,
-                        start,
-                        seq_slot,
-                        table,
-                        projected_stride,
-                        PAGE_BYTES,
-                        eps,
-                        RATIO,
-                        LENGTH,
-                        TOKENS,
-                        RING,
-                        WIDTH,
-                        CHANNELS,
-                        ROPE,
-                        ENTRIES,
-                        SCALE_BYTES,
-                        ROTATE,
-                        FP8,
-                        dtype,
-                    )
+                compress_row(
+                    projected + COLUMN,
+                    ape,
+                    weight,
+                    state,
+                    entries,
+                    spot,
+                    angles,
+                    projected_stride,
+                    PAGE_BYTES,
+                    eps,
+                    dtype,
+                    KEEP,
+                    RATIO,
+                    LENGTH,
+                    TOKENS,
+                    RING,
+                    WIDTH,
+                    CHANNELS,
+                    ROPE,
+                    ENTRIES,
+                    SCALE_BYTES,
+                    ROTATE,
+                    FP8,
+                )
         if SITES > 1:  # noqa: SIM102
             if part == 1:
-                other = projected + SECOND_COLUMN
-                if KEEP:
-                    keep_state(
-                        other,
-                        second_ape,
-                        second_state,
-                        positions,
-                        seq_slots,
-                        row,
-                        projected_stride,
-                        RATIO,
-                        RING,
-                        SECOND_CHANNELS,
-                    )
-                if closes:
-                    close_window(
-                        other,
-                        second_ape,
-                        second_weight,
-                        start_cos,
-                        start_sin,
-                        second_state,
-                        second_entries,
-                        row,
-                        p,
-                        start,
-                        seq_slot,
-                        table,
-                        projected_stride,
-                        SECOND_BYTES,
-                        eps,
-                        RATIO,
-                        LENGTH,
-                        TOKENS,
-                        RING,
-                        SECOND_WIDTH,
-                        SECOND_CHANNELS,
-                        ROPE,
-                        SECOND_ENTRIES,
-                        SECOND_SCALES,
-                        SECOND_ROTATE,
-                        SECOND_FP8,
-                        dtype,
-                    )
+                compress_row(
+                    projected + SECOND_COLUMN,
+                    second_ape,
+                    second_weight,
+                    second_state,
+                    second_entries,
+                    spot,
+                    angles,
+                    projected_stride,
+                    SECOND_BYTES,
+                    eps,
+                    dtype,
+                    KEEP,
+                    RATIO,
+                    LENGTH,
+                    TOKENS,
+                    RING,
+                    SECOND_WIDTH,
+                    SECOND_CHANNELS,
+                    ROPE,
+                    SECOND_ENTRIES,
+                    SECOND_SCALES,
+                    SECOND_ROTATE,
+                    SECOND_FP8,
+                )
 
 
 def _entry_facts(site: CompressorSite, prefix: str, bytes_name: str) -> dict[str, object]:
