@@ -37,7 +37,7 @@ from bench.experts_rig import (
     compare,
     link_rate,
 )
-from bench.experts_rows import rows
+from bench.experts_rows import missed, rows
 from bench.gpu import milliseconds, open_gpu
 from bench.gpu_model import PAGE, kernels_of, state
 from moet.bench.results import report, write
@@ -546,15 +546,16 @@ PARTS: dict[str, Callable[[Bench], Results]] = {
 }
 
 
-def content(results: Results, bench: Bench, commit: str) -> Results:
+def file_of(results: Results, bench: Bench, commit: str) -> Results:
     """The result file so far."""
-    opened = results.get("open", {})
+    opened, made = results.get("open", {}), rows(results)
     more = {
         "model": f"deepseek-v4-flash, first {bench.layers} of 43 layers, w2, dummy weights of seed "
         f"{SEED}, experts made popular by the skew that each row states (moet/models/dummy.py)",
         "link_gb_per_s": opened.get("link GB/s"),
         "filled_and_pinned_gib_per_s": opened.get("filled and pinned GiB/s"),
         "faults": {name: text for name, text in results.items() if isinstance(text, str)},
+        "missed": missed(made),
         "kernels": {
             name: case["top"]
             for name, case in results.get("launches", {}).items()
@@ -562,8 +563,8 @@ def content(results: Results, bench: Bench, commit: str) -> Results:
         },
     }
     command = " ".join(["python -m bench.experts", *sys.argv[1:]])
-    made = report(command, rows(results), hardware=torch.cuda.get_device_name(), more=more)
-    return made | ({} if commit == "unknown" else {"commit": commit})
+    content = report(command, made, hardware=torch.cuda.get_device_name(), more=more)
+    return content | ({} if commit == "unknown" else {"commit": commit})
 
 
 def main() -> None:
@@ -596,7 +597,7 @@ def main() -> None:
         gc.collect()
         with suppress(RuntimeError):  # a device that is lost has said so above
             torch.cuda.empty_cache()
-        write(out, content(results, bench, args.commit))
+        write(out, file_of(results, bench, args.commit))
     for path in bench.files:
         path.unlink(missing_ok=True)
 
