@@ -53,13 +53,13 @@ SHARED = (
     Variant("w2 mse", precision="w2"),
     _gate(0.95, prefill="fp4"),
     Variant("w2 inherit", precision="w2", scale_rule="inherit"),
+    Variant("fp4", precision="w2", experts=ExpertConfig(policy="fp4")),
     Variant("levels -3 -1 0.5 4", levels=ASYMMETRIC),
     Variant("levels -4 -1 1 4", levels=SYMMETRIC),
+    Variant("official, kv bf16", kv_dtype="bf16"),
     _gate(0.95),
     _gate(0.8),
     _gate(0.6),
-    Variant("fp4", precision="w2", experts=ExpertConfig(policy="fp4")),
-    Variant("official, kv bf16", kv_dtype="bf16"),
 )
 VARIANTS: dict[Family, tuple[Variant, ...]] = {
     "deepseek-v4": SHARED,
