@@ -24,7 +24,7 @@ DISK = (
     "tried: a clock instead of age (a fifth fewer reads), a row in pieces (past the page cache no "
     "faster), warming up in earnest (.065 -> .03 reads a step: most were of rows that nobody had "
     "asked for before), who reads a row says so itself instead of at the next poll. In simulation: "
-    "a count of uses with decay reads 6 to 13 % less where routing is steady and nothing less where "
+    "a count of uses with decay reads 6 to 13 % less where routing is steady and not where "
     "it drifts. Profile: what a step loses is its reads times what the drive takes for one; a "
     "choice that knows the future reads half as often. Next: a faster drive, or more host memory"
 )
