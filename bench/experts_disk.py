@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from bench.experts_rig import GIB, CapturedStep, Rig, compare
+from moet.models.pack import digest_of
 from moet.runtime.experts.disk import RowFile
 from moet.runtime.experts.feeder import ON_DISK, RowFeeder
 from moet.runtime.experts.gpu import HostSide
@@ -62,11 +63,16 @@ def write_rows(arena: Arena, path: Path, num_rows: int) -> float:
 
 
 def start(rig: Rig, path: Path, num_rows: int) -> Results:
-    """Rows from a file into pinned memory against pinning alone, in the same run."""
-    row_bytes, begin = rig.form.row_bytes, perf_counter()
+    """Rows from a file into pinned memory, each compared with its checksum, against pinning alone,
+    in the same run."""
+    row_bytes = rig.form.row_bytes
+    rows = rig.resident.rows[:num_rows].cpu()
+    with ThreadPoolExecutor(START_READERS) as threads:
+        digests = list(threads.map(digest_of, rows))
+    begin = perf_counter()
     Arena(num_rows, row_bytes, pin=True).close()
     pinned_s, begin = perf_counter() - begin, perf_counter()
-    file = RowFile(path, row_bytes, num_readers=START_READERS, direct=False)
+    file = RowFile(path, row_bytes, num_readers=START_READERS, direct=False, digests=digests)
     arena = Arena(
         num_rows,
         row_bytes,
@@ -79,7 +85,7 @@ def start(rig: Rig, path: Path, num_rows: int) -> Results:
     begin = perf_counter()
     Arena(num_rows, row_bytes, pin=True).close()
     again_s = perf_counter() - begin
-    same = torch.equal(arena.place(num_rows // 2), rig.resident.rows[num_rows // 2].cpu())
+    same = torch.equal(arena.place(num_rows // 2), rows[num_rows // 2])
     size = num_rows * row_bytes / GIB
     return {
         "GiB": round(size, 2),
