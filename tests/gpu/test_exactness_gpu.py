@@ -4,6 +4,7 @@ chunk borders, on graphs, on where pages and experts lie, or on how wide the pag
 from __future__ import annotations
 
 import gc
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -228,6 +229,27 @@ def test_engines_agree(model: tuple[Any, Any, Device]) -> None:
         core = engine(model, graphs=True, overlap=True, max_num_seqs=1)
         alone |= tokens_from(core, [one])
     assert alone == expected
+
+
+def test_layers_of_prompts_pass_between_the_steps_of_others(model: tuple[Any, Any, Device]) -> None:
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 512}
+    expected = tokens_from(engine(model, graphs=True, overlap=True, **limits), REQUESTS)
+    core = engine(model, graphs=True, overlap=True, prefill_share=0.5, **limits)
+    carried, seen = cycle([1, 0, 2, 1]), []
+    commit = core._scheduler.commit
+
+    def watched(batch: Any, result: Any) -> Any:
+        seen.append(batch.num_parts)
+        return commit(batch, result)
+
+    core._scheduler.commit = watched  # type: ignore[method-assign]
+    core._scheduler.pace.parts = lambda users, rows: next(carried)  # type: ignore[method-assign, assignment]
+    core.submit(REQUESTS[0])
+    early = [event for _ in range(5) for event in core.step()]
+    found = tokens_from(core, REQUESTS[1:])
+    found[REQUESTS[0].request_id] = tokens_of(early) + found.get(REQUESTS[0].request_id, [])
+    assert found == expected
+    assert sum(0 < num_parts < core._runner.num_parts for num_parts in seen) > 3  # type: ignore[union-attr]
 
 
 def test_a_seeded_request_repeats_itself_among_others(model: tuple[Any, Any, Device]) -> None:
