@@ -26,27 +26,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.glm_ways import WAYS, take_way, tell_timeline
 from bench.gpu import check_parts, open_gpu
-from bench.lone_rank import LoneComm, lone_rank
+from bench.lone_rank import lone_rank
 from bench.step_h200 import GIB, Bench, op_rows, prompt_rows
-from bench.timeline import by_name, one_layer, timeline
+from bench.timeline import timeline
 from moet.bench.device_rig import DeviceRig
 from moet.bench.device_step import OpRecorder, profile_kernels
 from moet.bench.rig import Shape
 from moet.config import ModelSettings
-from moet.kernels import device_latents, join_norm, triton_mla_attention
+from moet.kernels import device_latents
 from moet.kernels.device_gemm import Device
 from moet.kernels.quant import Activations
 from moet.kernels.registry import watching
 from moet.models.base import ForwardInput
 from moet.models.dummy import DummyOptions
-from moet.models.glm_moe_dsa import GlmMoeDsa
 from moet.models.glm_moe_dsa_config import GlmMoeDsaConfig
 from moet.models.sharding import WHOLE, Shard
 from moet.models.synthetic_glm import MODEL_NAME
 from moet.runtime.device_runner import Placement
 from moet.runtime.dummy import DummyModel, dummy_model, preset_config
-from moet.runtime.parallel.device import DeviceComm
 from moet.runtime.queues import CudaGraphs, CudaQueue
 
 RESULTS = Path(__file__).parent / "results" / "step_glm.json"
@@ -169,42 +168,6 @@ def exact_rows(bench: Bench, made: DummyModel, device: Device, tracer: Tracer) -
             bench.add(f"exact, {name}: of the last 4 rows differ", num_off, "rows", note=note)
 
 
-WAYS: dict[str, dict[str, Any]] = {
-    "as bound": {},
-    "norms by a cluster": {"placed": True},
-    "norms by a cluster, which sums experts": {"placed": True, "unsummed": True},
-    "tiles that ask at once": {"EAGER": True},
-    "tiles that ask at once, 4 programs each": {"EAGER": True, "PROGRAMS_EACH": 4},
-    "tiles joined by a kernel that has all of them at once": {"JOINED": True},
-    "all of these": {
-        "JOINED": True,
-        "placed": True, "unsummed": True, "on_read": True, "EAGER": True, "PROGRAMS_EACH": 4,
-    },
-}  # fmt: skip
-
-
-BOUND = {
-    name: getattr(triton_mla_attention, name)
-    for name in ("JOINED", "EAGER", "PROGRAMS_EACH", "TILES_JOINED", "HEADS_APART")
-}
-
-
-def take_way(made: DummyModel, shard: Shard, way: dict[str, Any]) -> None:
-    """Bind a model's steps as a way has it; {} is as they are bound."""
-    assert isinstance(made.model, GlmMoeDsa)
-    for name, bound in BOUND.items():
-        setattr(triton_mla_attention, name, way.get(name, bound))
-    norms = [norm for layer in made.model.layers for norm in (layer.input_norm, layer.post_norm)]
-    for norm in (*norms, made.model.norm):
-        assert norm is not None
-        norm.bind(placed=way.get("placed", join_norm.PLACED))
-    for layer in made.model.layers:
-        if layer.moe is not None:
-            layer.moe.unsummed = way.get("unsummed", False)
-    if isinstance(shard.comm, LoneComm | DeviceComm):
-        shard.comm.sums_on_read = way.get("on_read", False)
-
-
 def variant_rows(
     bench: Bench, made: DummyModel, device: Device, shard: Shard, num_steps: int
 ) -> None:
@@ -213,7 +176,7 @@ def variant_rows(
     first: dict[bool, Tensor] = {}  # by whether norms sum in the cluster's order
     for what, way in WAYS.items():
         with bench.part(f"variant: {what}"):
-            take_way(made, shard, way)
+            take_way(made.model, shard.comm, way)
             steps, start, logits = Steps(made, device, len(ids)), CONTEXT, []
             steps.run(ids[:start], 0)
             for size in (1, 3, 1, 2):
@@ -232,30 +195,16 @@ def variant_rows(
                 case = f"{num_seqs} streams, {num_rows} rows, {what}"
                 bench.add(case, times.step_ms, "ms/step", note=note)
             del rig
-    take_way(made, shard, {})
+    take_way(made.model, shard.comm, {})
 
 
-def timeline_rows(bench: Bench, rig: DeviceRig, layers: int, what: str, num_rows: int = 1) -> None:
-    """What each kernel adds to a step in which they overlap, in all and in one layer."""
+def timeline_rows(bench: Bench, rig: DeviceRig, what: str, num_rows: int = 1) -> None:
     shape = Shape(num_seqs=1, num_rows=num_rows, context=CONTEXT)
     case = f"1 streams, {num_rows} rows{what}"
     with bench.part(f"timeline, {case}"):
         rig.time_steps(shape, 3)
         found = timeline(lambda: rig.replay(shape))
-        whole_us = sum(each.own_us for each in found)
-        note = f"{len(found)} launches; {sum(each.gap_us for each in found):.0f} us of gaps; "
-        bench.add(f"timeline of a step, {case}", whole_us, "us", note=note)
-        for name, count, own_us, gap_us in by_name(found)[:24]:
-            note = f"{count} launches, {own_us / count:.2f} us each; {gap_us:.1f} us of gaps"
-            bench.add(f"adds {short(name)}, {case}", own_us, "us/step", note=note)
-        layer = one_layer(found, "store_inputs")
-        lines = [f"{short(each.name)} {each.own_us:.2f} gap {each.gap_us:.2f}" for each in layer]
-        bench.more[f"one layer, {case}"] = lines
-        print("\n".join(lines), flush=True)
-
-
-def short(name: str) -> str:
-    return name.replace("(anonymous namespace)::", "")[:60]
+        bench.more[f"one layer, {case}"] = tell_timeline(bench.add, found, case)
 
 
 def rig_of(made: DummyModel, device: Device, *, num_seqs: int, longest: int) -> DeviceRig:
@@ -351,14 +300,14 @@ def rig_rows(
     if "decode" in args.parts:
         decode_rows(bench, rig, args.layers, args.steps)
     if "timeline" in args.parts:
-        timeline_rows(bench, rig, args.layers, "")
+        timeline_rows(bench, rig, "")
         for way in ("all of these",):
-            take_way(made, shard, WAYS[way])
+            take_way(made.model, shard.comm, WAYS[way])
             other = rig_of(made, device, num_seqs=1, longest=2048)
             for num_rows in (1, 3):
-                timeline_rows(bench, other, args.layers, f", {way}", num_rows)
+                timeline_rows(bench, other, f", {way}", num_rows)
             del other
-        take_way(made, shard, {})
+        take_way(made.model, shard.comm, {})
     if "ops" in args.parts:
         for num_seqs, num_rows in ((1, 1), (1, 3), (8, 1)):
             shape = Shape(num_seqs=num_seqs, num_rows=num_rows, context=CONTEXT)

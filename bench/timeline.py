@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -68,7 +68,7 @@ def moments(spans: list[tuple[str, float, float]]) -> list[Moment]:
     return found
 
 
-def by_name(found: list[Moment]) -> list[tuple[str, int, float, float]]:
+def by_name(found: Sequence[Moment]) -> list[tuple[str, int, float, float]]:
     """Name, launches, own and gap microseconds of each kernel, the longest first."""
     sums: dict[str, tuple[int, float, float]] = {}
     for each in found:
@@ -77,10 +77,10 @@ def by_name(found: list[Moment]) -> list[tuple[str, int, float, float]]:
     return sorted(((name, *value) for name, value in sums.items()), key=lambda row: -row[2])
 
 
-def one_layer(found: list[Moment], mark: str) -> list[Moment]:
+def one_layer(found: Sequence[Moment], mark: str) -> list[Moment]:
     """Those of one layer in the middle: behind a kernel of a name up to the next one of it."""
     marks = [i for i, each in enumerate(found) if mark in each.name]
     if len(marks) < 2:
         return []
     middle = (len(marks) - 1) // 2
-    return found[marks[middle] + 1 : marks[middle + 1] + 1]
+    return list(found[marks[middle] + 1 : marks[middle + 1] + 1])

@@ -1,0 +1,73 @@
+"""Ways to run a decode step of GLM that stand side by side, and what each kernel adds to one.
+
+Knows the module constants that choose forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from bench.lone_rank import LoneComm
+from bench.timeline import Moment, by_name, one_layer
+from moet.kernels import join_norm, triton_mla_attention
+from moet.models.glm_moe_dsa import GlmMoeDsa
+from moet.models.sharding import Comm
+from moet.runtime.parallel.device import DeviceComm
+
+WAYS: dict[str, dict[str, Any]] = {
+    "as bound": {},
+    "norms by a cluster": {"placed": True},
+    "norms by a cluster, which sums experts": {"placed": True, "unsummed": True},
+    "tiles that ask at once": {"EAGER": True},
+    "tiles that ask at once, 4 programs each": {"EAGER": True, "PROGRAMS_EACH": 4},
+    "tiles joined by a kernel that has all of them at once": {"JOINED": True},
+    "all of these": {
+        "JOINED": True,
+        "placed": True, "unsummed": True, "on_read": True, "EAGER": True, "PROGRAMS_EACH": 4,
+    },
+}  # fmt: skip
+
+
+BOUND = {
+    name: getattr(triton_mla_attention, name)
+    for name in ("JOINED", "EAGER", "PROGRAMS_EACH", "TILES_JOINED", "HEADS_APART")
+}
+
+
+def take_way(model: object, comm: Comm, way: dict[str, Any]) -> None:
+    """Bind a model's steps as a way has it; {} is as they are bound."""
+    assert isinstance(model, GlmMoeDsa)
+    for name, bound in BOUND.items():
+        setattr(triton_mla_attention, name, way.get(name, bound))
+    layers, norms = list(model.layers), [model.norm]
+    if model.mtp is not None:
+        layers.append(model.mtp.layer)
+        norms.append(model.mtp.norm)
+    for norm in (*norms, *(n for layer in layers for n in (layer.input_norm, layer.post_norm))):
+        assert norm is not None
+        norm.bind(placed=way.get("placed", join_norm.PLACED))
+    for layer in layers:
+        if layer.moe is not None:
+            layer.moe.unsummed = way.get("unsummed", False)
+    if isinstance(comm, LoneComm | DeviceComm):
+        comm.sums_on_read = way.get("on_read", False)
+
+
+def tell_timeline(
+    add: Callable[..., None], found: Sequence[Moment], case: str, most: int = 24
+) -> list[str]:
+    """Rows of what each kernel adds to a step in which they overlap. Returns those of one layer."""
+    gaps_us = sum(each.gap_us for each in found)
+    note = f"{len(found)} launches; {gaps_us:.0f} us of gaps"
+    add(f"timeline of a step, {case}", sum(each.own_us for each in found), "us", note=note)
+    for name, count, own_us, gap_us in by_name(found)[:most]:
+        note = f"{count} launches, {own_us / count:.2f} us each; {gap_us:.1f} us of gaps"
+        add(f"adds {short(name)}, {case}", own_us, "us/step", note=note)
+    layer = one_layer(found, "store_inputs")
+    lines = [f"{short(each.name)} {each.own_us:.2f} gap {each.gap_us:.2f}" for each in layer]
+    print("\n".join(lines), flush=True)
+    return lines
+
+
+def short(name: str) -> str:
+    return name.replace("(anonymous namespace)::", "")[:60]
