@@ -16,12 +16,12 @@ from moet.runtime.parallel.device import DeviceComm
 
 WAYS: dict[str, dict[str, Any]] = {
     "as bound": {},
-    "norms by a cluster": {"placed": True},
-    "norms by a cluster, which sums experts": {"placed": True, "unsummed": True},
-    "tiles that ask at once": {"EAGER": True},
-    "tiles that ask at once, 4 programs each": {"EAGER": True, "PROGRAMS_EACH": 4},
-    "tiles joined by a kernel that has all of them at once": {"JOINED": True},
-    "all of these": {
+    "cluster norms": {"placed": True},
+    "cluster norms that sum experts": {"placed": True, "unsummed": True},
+    "eager tiles": {"EAGER": True},
+    "eager tiles in 4 programs": {"EAGER": True, "PROGRAMS_EACH": 4},
+    "tiles joined at once": {"JOINED": True},
+    "all": {
         "JOINED": True,
         "placed": True, "unsummed": True, "on_read": True, "EAGER": True, "PROGRAMS_EACH": 4,
     },

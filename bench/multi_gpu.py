@@ -2,13 +2,14 @@
 
     python -m bench.multi_gpu [--ranks 2] [--parts links,small,one,tensor,stages,glm,...]
                               [--layers N] [--glm-layers N] [--steps N] [--no-prompts]
-                              [--out FILE] [--commit X]
+                              [--ways NAME,...] [--timeline] [--out FILE] [--commit X]
 
 Starts one process a GPU; they join as the engine's ranks do, and connect through peer memory, host
 memory and NCCL. Parts: what sums and gathers of a decode step take each way, compared with the sum
 by tree; V4-Flash with dummy weights on one rank, on tensor ranks ("small": its first layers), in
-stages; GLM-5.2 on tensor ranks, with a dense stack of fp8 and of bf16; on tensor ranks also with
-sums that the op behind them makes. Each part stands alone: one
+stages; GLM-5.2 on tensor ranks, with a dense stack of fp8 and of bf16. --ways: other forms of GLM's
+steps that are timed behind those that are bound (`glm_ways.py`). --timeline: what each kernel of a
+GLM step adds to it. Each part stands alone: one
 that fails on every rank is told of and the others go on. The file is written after every part.
 """
 
@@ -34,7 +35,9 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
-from bench.gpu import open_gpu
+from bench.glm_ways import WAYS, take_way, tell_timeline
+from bench.gpu import check_parts, open_gpu
+from bench.timeline import timeline
 from moet.bench.device_rig import DeviceRig
 from moet.bench.results import Row, report, write
 from moet.bench.rig import Shape
@@ -137,6 +140,8 @@ class Bench:
     more: dict[str, object]
     group: Group
     no_prompts: bool
+    ways: Sequence[str] = ()
+    timeline: bool = False
     rows: list[Row] = field(default_factory=list)
     faults: dict[str, str] = field(default_factory=dict)
 
@@ -301,16 +306,30 @@ def steps(
         taken_s = rig.time_prompt(suite.prompt, 8192)
         bench.add(f"{label}, prompt of {suite.prompt}", suite.prompt / taken_s, "tok/s",
                   better="higher", target=suite.prompt_target, note=note)  # fmt: skip
-    if group is not None and isinstance(group.comm, DeviceComm) and group.comm.peers is not None:
-        comm, label_on_read = group.comm, f"{label}, sums on read"
-        comm.sums_on_read = True
+    if suite.model != GLM or group is None:
+        return
+    if bench.timeline:
+        tell_step(bench, rig, label)
+    for name in bench.ways:
+        take_way(made.model, group.comm, WAYS[name])
         del rig
         rig = rig_of(made, device, suite, watch)
         for case in suite.cases[:3]:
-            targets = suite.layers is None
-            time_case(bench, rig, case, num_steps, label_on_read, targets=targets)
-        agreement(bench, rig, made, group, label_on_read)
-        comm.sums_on_read = False
+            time_case(bench, rig, case, num_steps, f"{label}, {name}", targets=False)
+        agreement(bench, rig, made, group, f"{label}, {name}")
+        if bench.timeline:
+            tell_step(bench, rig, f"{label}, {name}")
+    take_way(made.model, group.comm, {})
+
+
+def tell_step(bench: Bench, rig: DeviceRig, label: str) -> None:
+    """The timeline of a step of rank 0; the others take part."""
+    shape = Shape(num_seqs=1, num_rows=1, context=CONTEXT)
+    rig.time_steps(shape, 3)
+    found = timeline(lambda: rig.replay(shape))
+    case = f"1 streams, 1 rows, {label}"
+    lines = tell_timeline(bench.add, found, case) if bench.rank == 0 else []
+    bench.more[f"one layer, {case}"] = lines
 
 
 def time_case(
@@ -386,7 +405,8 @@ def be_rank(args: argparse.Namespace) -> int:
     words = [w for w in sys.argv[1:] if not w.startswith(("--rank=", "--port="))]
     command = " ".join(["python -m bench.multi_gpu", *words])
     group = join(args, "tensor", ParallelConfig(tensor=args.ranks, hang_timeout_s=BEAT_S))
-    bench = Bench(args.rank, args.out, command, args.commit, more, group, args.no_prompts)
+    bench = Bench(args.rank, args.out, command, args.commit, more, group, args.no_prompts,
+                  args.ways, args.timeline)  # fmt: skip
     parts = args.parts.split(",")
     suites: dict[str, Suite] = {
         "small": v4(SMALL_LAYERS, two=True),
@@ -425,11 +445,14 @@ def main() -> int:
     made.add_argument("--glm-layers", type=int, default=None)
     made.add_argument("--steps", type=int, default=30)
     made.add_argument("--no-prompts", action="store_true", help="they take long to compile for")
+    made.add_argument("--ways", type=lambda text: text.split(","), default=())
+    made.add_argument("--timeline", action="store_true")
     made.add_argument("--out", type=Path, default=RESULTS)
     made.add_argument("--commit", default="")
     made.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     made.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
     args = made.parse_args()
+    check_parts(made, args.ways, tuple(WAYS))
     if args.rank > 0:
         return be_rank(args)
     listener = socket.create_server((LOOPBACK, 0))

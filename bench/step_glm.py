@@ -301,7 +301,7 @@ def rig_rows(
         decode_rows(bench, rig, args.layers, args.steps)
     if "timeline" in args.parts:
         timeline_rows(bench, rig, "")
-        for way in ("all of these",):
+        for way in ("all",):
             take_way(made.model, shard.comm, WAYS[way])
             other = rig_of(made, device, num_seqs=1, longest=2048)
             for num_rows in (1, 3):
