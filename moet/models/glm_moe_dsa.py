@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from moet.kernels.comm import RankPart, added
 from moet.kernels.device_gemm import Device, PackedMatrix
 from moet.kernels.gemm import Matrix, linear_fp32, streamed
 from moet.kernels.indexer import index_select
+from moet.kernels.latent_places import latent_places
 from moet.kernels.mixture import Mixture
 from moet.kernels.mla_attention import (
     BLOCK,
@@ -36,7 +36,7 @@ from moet.kernels.mla_cache import Fp8IndexKeys, latent_rows
 from moet.kernels.moe import sigmoid_scores
 from moet.kernels.norm import add_rms_norm
 from moet.kernels.quant import Activations
-from moet.kernels.rope import rope_cos_sin, rope_frequencies
+from moet.kernels.rope import rope_frequencies
 from moet.kernels.rows import Rows
 from moet.models.base import (
     ExpertProvider,
@@ -59,23 +59,18 @@ Sublayer = Tensor | RankPart | Mixture
 """What a sublayer made: [n, hidden], maybe not summed yet."""
 
 
+@dataclass(frozen=True, slots=True)
 class Step:
-    """One forward pass: what its rows are and which state they touch."""
+    """One forward pass: what its rows are and which state they touch.
 
-    def __init__(self, token_ids: Tensor, rows: Rows, kv: KVTensors, frequencies: Tensor) -> None:
-        self.token_ids = token_ids
-        self.rows = rows
-        self.kv = kv
-        self.frequencies = frequencies
+    cos_sin, slots: of each row, as latent_places makes them.
+    """
 
-    @cached_property
-    def cos_sin(self) -> tuple[Tensor, Tensor]:
-        return rope_cos_sin(self.rows.positions, self.frequencies)
-
-    @cached_property
-    def slots(self) -> Tensor:
-        """[num_tokens] int64, where each row's state goes."""
-        return self.rows.closed_slots(1)
+    token_ids: Tensor
+    rows: Rows
+    kv: KVTensors
+    cos_sin: tuple[Tensor, Tensor]
+    slots: Tensor
 
 
 class Indexer:
@@ -445,6 +440,12 @@ class GlmMoeDsa:
 
     @classmethod
     def load(
+        arch = "reference" if self.device is None else self.device.arch
+        self._places = latent_places.bind(arch=arch, rope_dim=self.config.qk_rope_head_dim)
+
+    def _step(self, token_ids: Tensor, rows: Rows, kv: KVTensors) -> Step:
+        cos, sin, slots = self._places(rows, self.frequencies)
+        return Step(token_ids, rows, kv, (cos, sin), slots)
         cls,
         config: GlmMoeDsaConfig,
         source: TensorSource,
@@ -557,7 +558,7 @@ class GlmMoeDsa:
         experts: ExpertProvider,
     ) -> Generator[None, None, ModelOutput]:
         """`compute`, which stops between its parts: steps of other sequences may run there."""
-        step = Step(token_ids, rows, kv, self.frequencies)
+        step = self._step(token_ids, rows, kv)
         x = self._enter(token_ids)
         y: Sublayer | None = None
         selection: Tensor | None = None
@@ -617,7 +618,7 @@ class GlmMoeDsa:
         assert self.mtp is not None or not self.shard.is_last, "loaded without the draft layer"
         if self.mtp is not None:
             assert self.embed is not None
-            step = Step(token_ids, rows, kv, self.frequencies)
+            step = self._step(token_ids, rows, kv)
             x = self.mtp.join(self.embed(token_ids), hidden_states)
             x, y, _ = self.mtp.layer(x, None, step, None, experts)
             hidden_states = self.mtp.norm(x, y)[1].plain()

@@ -19,6 +19,7 @@ MODULES = (
     "greedy",
     "hyper_connection",
     "indexer",
+    "latent_places",
     "mla_attention",
     "moe",
     "moe_layer",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from copy import copy
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -93,8 +93,7 @@ class BesideNarrow:
         self, x: Activations, step: Step, selection: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         out, selection = self.own(x, step, selection)
-        beside = copy(step)
-        beside.kv = self.kv
+        beside = replace(step, kv=self.kv)
         got, _ = self.narrow(x, beside, selection)
         self.error = float((got - out).float().norm() / out.float().norm())
         return out, selection

@@ -8,7 +8,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moet.kernels import triton_indexer, triton_mla, triton_mla_attention, triton_swiglu
+from moet.kernels import (
+    triton_indexer,
+    triton_mla,
+    triton_mla_attention,
+    triton_places,
+    triton_swiglu,
+)
 from moet.kernels.cache import Cache, PlanedFormat
 from moet.kernels.mla_attention import HeadMatrices, IndexKeys
 from moet.kernels.mla_cache import Fp8IndexKeys, latent_rows
@@ -88,6 +94,7 @@ class ReleasedGlm:
             "latent_attention": lambda: triton_mla_attention.latent_attention(
                 query, self.latents, selected, self.rows, scale=1 / 16, latent_dim=LATENT
             ),
+            "latent_places": lambda: triton_places.latent_places(self.rows, fp32(ROPE // 2)),
             "swiglu_halves": lambda: triton_swiglu.swiglu_halves(gate_up, limit=None),
             "head_products": lambda: triton_mla.head_products(mixed, w_uv, quantised=True),
         }

@@ -8,11 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from moet.kernels import triton_indexer, triton_mla, triton_mla_attention, triton_swiglu
+from moet.kernels import (
+    triton_indexer,
+    triton_mla,
+    triton_mla_attention,
+    triton_places,
+    triton_swiglu,
+)
 from moet.kernels.cache import Cache, PlanedFormat
 from moet.kernels.cubin import device_arch
 from moet.kernels.device_gemm import Device
 from moet.kernels.indexer import index_select
+from moet.kernels.latent_places import latent_places
 from moet.kernels.mixture import Mixture
 from moet.kernels.mla_attention import (
     HeadMatrices,
@@ -101,6 +108,17 @@ def test_residual_and_norm(n: int, device: torch.device, monkeypatch: pytest.Mon
         assert (normed.codes is not None) == (n <= 4)
         if normed.codes is not None:
             assert torch.equal(normed.decoded(), fp8_qdq(normed.plain().float(), block=128))
+
+
+def test_places(device: torch.device) -> None:
+    frequencies = rope_frequencies(ROPE, 8e6).to(device)
+    for name in ("none", "decode", "chunk"):
+        rows = step(name, device)
+        got, want = (fn(rows, frequencies) for fn in (triton_places.latent_places, latent_places))
+        real = rows.positions >= 0
+        for a, b in zip(got[:2], want[:2], strict=True):
+            assert_close(a[real], b[real], latent_places.tolerance)
+        assert torch.equal(got[2], want[2])
 
 
 @pytest.mark.parametrize("limit", [None, 0.5])
