@@ -437,9 +437,6 @@ class GlmMoeDsa:
     def __post_init__(self) -> None:
         self.vocab_size = self.config.vocab_size
         self.max_position_embeddings = self.config.max_position_embeddings
-
-    @classmethod
-    def load(
         arch = "reference" if self.device is None else self.device.arch
         self._places = latent_places.bind(arch=arch, rope_dim=self.config.qk_rope_head_dim)
 
@@ -449,6 +446,9 @@ class GlmMoeDsa:
         cls,
         config: GlmMoeDsaConfig,
         source: TensorSource,
+
+    @classmethod
+    def load(
         settings: ModelSettings,
         kv_dtype: KVDtype,
         num_spec_tokens: int = 0,
