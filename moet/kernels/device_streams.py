@@ -154,7 +154,8 @@ def _launch(device: Device, args: StreamsArgs) -> None:
     """Sums over blocks of channels, then rows: in one launch if they are few."""
     launcher, blocks = device.launcher, args.dim // BLOCK
     args.early = EARLY
-    if CLUSTER_LEAST <= args.rows <= CLUSTER_ROWS and _has_clusters(device, args):
+    least = 1 if args.peers.ranks else CLUSTER_LEAST  # a cluster's few warps wait for other ranks
+    if least <= args.rows <= CLUSTER_ROWS and _has_clusters(device, args):
         _run_clusters(device, args)
         return
     fused = args.rows <= FUSED_ROWS
@@ -182,13 +183,14 @@ def _launch(device: Device, args: StreamsArgs) -> None:
 
 
 def _has_clusters(device: Device, args: StreamsArgs) -> bool:
-    return device.arch == "sm90a" and args.dim == CLUSTER_DIM and not args.peers.ranks
+    return device.arch == "sm90a" and args.dim == CLUSTER_DIM
 
 
 def _run_clusters(device: Device, args: StreamsArgs) -> None:
     """A row to a cluster, whose CTAs need no memory to add their parts."""
+    form = "_summed" if args.peers.ranks else "_mixed" if args.parts else ""
     device.launcher.launch(
-        "streams_cluster_mixed" if args.parts else "streams_cluster",
+        f"streams_cluster{form}",
         grid=args.rows * CLUSTER_CTAS,
         threads=STEP_THREADS,
         shared_bytes=CLUSTER_SHARED,

@@ -152,24 +152,39 @@ def test_a_mixture_is_summed_on_its_way_in(device: Device, weigh: bool) -> None:
     assert (device.counters == 0).all()
 
 
-@pytest.mark.parametrize("mixed", [False, True])
+def there(parts: Tensor, turn: int) -> Tensor:
+    """A window in which rank 1 of 2 has put its parts, [n, dim] bf16."""
+    pairs = parts.contiguous().view(torch.int32).view(-1, 2)
+    packets = torch.zeros(2, 2, len(pairs), 4, dtype=torch.int32)
+    packets[turn & 1, 1, :, 0::2], packets[turn & 1, 1, :, 1::2] = pairs, turn
+    return packets
+
+
+@pytest.mark.parametrize("form", ["whole", "mixed", "summed"])
 def test_a_cluster_has_the_bits_of_a_grid(
-    device: Device, mixed: bool, monkeypatch: pytest.MonkeyPatch
+    device: Device, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device.arch != "sm90a":
         pytest.skip("only sm90a has clusters of so many")
     dim = device_streams.CLUSTER_DIM
     weights, (y, streams, post, mix) = site(24, dim), step(2, dim)
-    given: Tensor | Mixture = y
-    if mixed:
-        parts = torch.randn(4, dim, generator=torch.Generator().manual_seed(5)).bfloat16()
+    given: Tensor | Mixture | RankPart = y
+    draw = torch.Generator().manual_seed(5)
+    parts = torch.randn(4, dim, generator=draw).bfloat16()
+    if form == "mixed":
         given = Mixture(parts, y, None, torch.arange(4).view(2, 2), lambda: y)
+    windows, turns = [there(parts[:2], 8), there(y, 8)], torch.full((CTAS,), 7, dtype=torch.int32)
+    if form == "summed":
+        places = windows[0].data_ptr(), windows[1].data_ptr()
+        limit = torch.full((1,), 1_000_000_000)
+        links = PeerLinks(device.launcher, places, 0, 4 * dim, turns, device.error, limit)
+        given, y = RankPart(y, links, lambda x: x), (y.float() + parts[:2].float()).bfloat16()
     run = hc_pass.bind(arch=device.arch, dim=dim, **FACTS)
-    args = (given, streams, post, mix, MixMatrix(weights[0], device), *weights[1:])
+    others = streams, post, mix, MixMatrix(weights[0], device), *weights[1:]
     with monkeypatch.context() as without:
         without.setattr(device_streams, "CLUSTER_ROWS", 0)
-        wanted = run(*args, **HC, num_iters=20)
-    for a, b in zip(run(*args, **HC, num_iters=20), wanted, strict=True):
+        wanted = run(given if form == "mixed" else y, *others, **HC, num_iters=20)
+    for a, b in zip(run(given, *others, **HC, num_iters=20), wanted, strict=True):
         if isinstance(a, Activations):
             assert isinstance(b, Activations)
             pairs = ((a.plain(), b.plain()), (a.codes, b.codes), (a.scale, b.scale))
@@ -177,6 +192,11 @@ def test_a_cluster_has_the_bits_of_a_grid(
             pairs = ((a, b),)
         for one, other in pairs:
             assert torch.equal(one, other)
+    assert int(device.error) == 0
+    if form == "summed":
+        assert turns[:3].tolist() == [8, 8, 7]
+        pushed = windows[1][0, 0, :, 0::2].contiguous().view(torch.bfloat16).view(2, dim)
+        assert torch.equal(pushed, given.part)
 
 
 def test_many_rows_come_without_codes(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

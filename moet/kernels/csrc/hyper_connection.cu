@@ -37,7 +37,7 @@ struct StreamsArgs {
   float* next_mix;          // [rows, 4, 4]
   float norm_eps, hc_eps;
   int rows, rows_each, dim, outs, iters;
-  PeerArgs peers;  // of streams_step_summed: y is this rank's part of a sum. turns: [grid y]
+  PeerArgs peers;  // of kernels that sum: y is this rank's part. turns: [rows]
   // Of streams_step_mixed: y is the sum of a row's parts, weighed, in their order, and of `shared`, rounded
   // once, as combine_experts of moe.cu makes it.
   const uint16_t* parts;      // [rows * top_k, dim]
@@ -434,6 +434,7 @@ struct ClusterShared {
   float gathered[8][PARTS];
   float squares[CLUSTER_CTAS], sums[8];
   uint2 mixed[2][MULT][32];     // four channels of a lane
+  uint2 y[2][32];               // likewise, of all ranks
 };
 #ifdef MOET_EMULATE
 #define CLUSTERS(name)                                                                                   \
@@ -448,7 +449,7 @@ DEVICE void arrive_in_cluster() { asm volatile("barrier.cluster.arrive;" ::: "me
 DEVICE void wait_for_cluster() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
 #endif
 
-template <bool MIXED>
+template <bool SUMMED, bool MIXED>
 DEVICE void run_cluster(const StreamsArgs& p) {
   ClusterShared& s = *reinterpret_cast<ClusterShared*>(dynamic_shared());
   int warp = shuffle(threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
@@ -478,6 +479,18 @@ DEVICE void run_cluster(const StreamsArgs& p) {
     }
   }
   begin(p);
+  if constexpr (SUMMED) {
+    if (warp < 2) {  // one for each block: what others push is looked for once
+      int channel = (warp * CLUSTER_CTAS + rank) * BLOCK + lane * 4, place = (row * p.dim + channel) / 4;
+      uint2 part = *reinterpret_cast<const uint2*>(p.y + uint64_t(row) * p.dim + channel);
+      uint32_t turn = p.peers.turns[row] + 1;
+      Pair own = {part.x, part.y}, sum;
+      push_to_all(p.peers, turn, place, own);
+      sum_of_bf16(p.peers, turn, place, own, sum);  // else the error word says so
+      s.y[warp][lane] = {sum.low, sum.high};
+    }
+    sync_threads();
+  }
   if (warp < 8) {
     uint2 old[2][MULT], y[2] = {};
     float post[MULT] = {}, mix[MULT * MULT] = {};
@@ -489,6 +502,8 @@ DEVICE void run_cluster(const StreamsArgs& p) {
         old[b][k] = *reinterpret_cast<const uint2*>(p.streams + (uint64_t(row) * MULT + k) * p.dim + channel);
       if constexpr (MIXED)
         y[b] = sum_of_parts(p, row, channel);
+      else if constexpr (SUMMED)
+        y[b] = s.y[b][lane];
       else if (passes)
         y[b] = *reinterpret_cast<const uint2*>(p.y + uint64_t(row) * p.dim + channel);
     }
@@ -532,6 +547,8 @@ DEVICE void run_cluster(const StreamsArgs& p) {
   }
   arrive_in_cluster();
   wait_for_cluster();
+  if constexpr (SUMMED)  // all have read it
+    if (rank == 0 && threadIdx.x == 0) p.peers.turns[row]++;
   if (warp < 8) {
     float sum = 0.0f;
 #pragma unroll
@@ -603,10 +620,12 @@ DEVICE void run_cluster(const StreamsArgs& p) {
   wait_for_cluster();  // until here others may read
 }
 #if MOET_SM == 90
-KERNEL(STEP_THREADS, 1) streams_cluster(GRID_CONSTANT StreamsArgs p) { run_cluster<false>(p); }
+KERNEL(STEP_THREADS, 1) streams_cluster(GRID_CONSTANT StreamsArgs p) { run_cluster<false, false>(p); }
 CLUSTERS(streams_cluster)
-KERNEL(STEP_THREADS, 1) streams_cluster_mixed(GRID_CONSTANT StreamsArgs p) { run_cluster<true>(p); }
+KERNEL(STEP_THREADS, 1) streams_cluster_mixed(GRID_CONSTANT StreamsArgs p) { run_cluster<false, true>(p); }
 CLUSTERS(streams_cluster_mixed)
+KERNEL(STEP_THREADS, 1) streams_cluster_summed(GRID_CONSTANT StreamsArgs p) { run_cluster<true, false>(p); }
+CLUSTERS(streams_cluster_summed)
 #endif
 
 // A lane's share of TILE rows: four channels of four streams times all rows of fn.
