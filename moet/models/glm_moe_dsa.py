@@ -148,6 +148,8 @@ class Attention:
         # [H, latent, nope] and [H, value, latent]
         self.w_uk, self.w_uv = _absorbed(weights, heads, nope, value, latent)
         self.o = weights.input_linear("o_proj", hidden, heads * value)
+        packed = self.o.weight
+        self.ahead = packed.stored.plane if isinstance(packed, PackedMatrix) else None
         index = None if indexer is None else indexer.keys.form
         self._inputs = latent_inputs.bind(arch=arch, rank=rank, form=latents.form, index=index)
         self._queries = latent_queries.bind(arch=arch, index=index, nope_dim=nope)
@@ -443,12 +445,12 @@ class GlmMoeDsa:
     def _step(self, token_ids: Tensor, rows: Rows, kv: KVTensors) -> Step:
         cos, sin, slots = self._places(rows, self.frequencies)
         return Step(token_ids, rows, kv, (cos, sin), slots)
-        cls,
-        config: GlmMoeDsaConfig,
-        source: TensorSource,
 
     @classmethod
     def load(
+        cls,
+        config: GlmMoeDsaConfig,
+        source: TensorSource,
         settings: ModelSettings,
         kv_dtype: KVDtype,
         num_spec_tokens: int = 0,
