@@ -153,7 +153,7 @@ class SchedulerConfig:
         )
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_queued_requests"):
             value = getattr(self, name)
-            flag = "--" + name.replace("_", "-")
+            flag = "--" + name.replace("_", "-").replace("queued-requests", "num-queued-reqs")
             _require(value >= 1, f"{flag} is {value}; it must be at least 1")
         _require_seconds("--queue-timeout", self.queue_timeout_s)
         _require_seconds("--step-timeout", self.step_timeout_s)

@@ -79,6 +79,8 @@ def test_token_counts(text: str, number: int) -> None:
         (["serve", "--shutdown-timeout", "nan"], "--shutdown-timeout is nan"),
         (["serve", "--sse-keep-alive-interval", "0"], "--sse-keep-alive-interval is 0"),
         (["serve", "--port", "99999"], "--port is 99999"),
+        (["generate", "-p", "x", "--expert-trace", "/nowhere/x"], "--expert-trace /nowhere/x: No"),
+        (["generate", "-p", "x", "--max-num-queued-reqs", "0"], "--max-num-queued-reqs is 0"),
         (["generate", "a", "--model", "b", "-p", "x"], "give one of them"),
         (["make-checkpoint", "gpt-2"], "gpt-2"),
         (["make-checkpoint", "deepseek-v4-flash", "--size", "huge"], "huge"),

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from moet.kernels.device_gemm import Device
 from moet.kernels.moe import ExpertTable
 from moet.models.base import ResidentProvider
 from moet.runtime.experts.host import mapped_numbers, unpin
+from moet.runtime.experts.traces import create_trace
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +124,7 @@ class RecordedOnDevice:
     ) -> None:
         self.provider, self._ring = provider, Ring(gpu, num_slots)
         self._number = {layer_idx: n for n, layer_idx in enumerate(layers)}
-        self._file: IO[str] = path.open("w", encoding="utf-8")
+        self._file = create_trace(path)
         header = {"num_experts": num_experts, "layers": list(layers)}
         self._file.write(json.dumps(header) + "\n")
         self._stop = threading.Event()

@@ -82,6 +82,14 @@ def _change_places(order: list[int], draw: random.Random) -> None:
         order[place] = expert
 
 
+def create_trace(path: Path) -> IO[str]:
+    """A new trace file, or ConfigError."""
+    try:
+        return path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--expert-trace {path}: {error.strerror}") from None
+
+
 class RecordedExperts:
     """An ExpertProvider that passes everything on and writes what was asked for to a trace file."""
 
@@ -90,7 +98,7 @@ class RecordedExperts:
     ) -> None:
         self._provider = provider
         self._number = {layer_idx: n for n, layer_idx in enumerate(layers)}
-        self._file: IO[str] = path.open("w", encoding="utf-8")
+        self._file = create_trace(path)
         header = {"num_experts": num_experts, "layers": list(layers)}
         self._file.write(json.dumps(header) + "\n")
 
