@@ -14,6 +14,14 @@ from moet.models.glm_moe_dsa import GlmMoeDsa
 from moet.models.sharding import Comm
 from moet.runtime.parallel.device import DeviceComm
 
+_ALL = {
+    "JOINED": True,
+    "placed": True,
+    "unsummed": True,
+    "on_read": True,
+    "EAGER": True,
+    "PROGRAMS_EACH": 4,
+}
 WAYS: dict[str, dict[str, Any]] = {
     "as bound": {},
     "cluster norms": {"placed": True},
@@ -21,16 +29,15 @@ WAYS: dict[str, dict[str, Any]] = {
     "eager tiles": {"EAGER": True},
     "eager tiles in 4 programs": {"EAGER": True, "PROGRAMS_EACH": 4},
     "tiles joined at once": {"JOINED": True},
-    "all": {
-        "JOINED": True,
-        "placed": True, "unsummed": True, "on_read": True, "EAGER": True, "PROGRAMS_EACH": 4,
-    },
-}  # fmt: skip
+    "all": _ALL,
+    "all and 16 MiB fetched": {**_ALL, "FETCHED_BYTES": 16 << 20},
+    "all and 32 MiB fetched": {**_ALL, "FETCHED_BYTES": 32 << 20},
+}
 
 
 BOUND = {
     name: getattr(triton_mla_attention, name)
-    for name in ("JOINED", "EAGER", "PROGRAMS_EACH", "TILES_JOINED", "HEADS_APART")
+    for name in ("JOINED", "EAGER", "PROGRAMS_EACH", "TILES_JOINED", "HEADS_APART", "FETCHED_BYTES")
 }
 
 

@@ -34,6 +34,9 @@ HEADS_EACH = {"sm90a": 64, "sm120a": 16}
 HEADS_APART = {"sm90a": 64, "sm120a": 16}  # where every tile has a program
 HEADS_JOINED = 1  # of one program that joins tiles
 KEYS = 64  # of a tile
+FETCH_BYTES = 1 << 20  # of weights that a program asks for
+FETCHED_BYTES = 0  # of the next product's weights, while few rows attend
+FETCHING_ROWS = 4
 JOINED = False  # whether a kernel of another kind joins tiles
 EAGER = False  # whether tiles with programs of their own ask for all that they read at once
 PROGRAMS_EACH = 1  # of a tile, up to SPLIT_TILES of them in all: each makes all weights, some sums
@@ -186,8 +189,10 @@ def attend_latents(
     out,
     part_acc,
     part_sum,
+    ahead,
     table_stride,
     PAGE_BYTES,
+    num_tiles,
     scale,
     TOP_K: tl.constexpr,
     ENTRIES: tl.constexpr,
@@ -201,10 +206,12 @@ def attend_latents(
     KEYS: tl.constexpr,
     SPLIT: tl.constexpr,
     EAGER: tl.constexpr,
+    FETCHES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Row, tile, head block. WHOLE: all tiles of a row in turn, and its output; otherwise one tile,
-    and one of SPLIT parts of its sums. EAGER: it asks for all that it reads at once."""
+    and one of SPLIT parts of its sums. EAGER: it asks for all that it reads at once. FETCHES:
+    programs behind the tiles bring weights into the cache that are read next."""
     begin(OVERLAP)
     BLOCKS: tl.constexpr = LATENT // 64
     row = tl.program_id(0).to(tl.int64)
@@ -240,10 +247,14 @@ def attend_latents(
             tl.store(to + b * 64, (acc[b] * factor).to(out.dtype.element_ty), mask=real)
     else:
         tile = tl.program_id(1)
+        if FETCHES:  # noqa: SIM102
+            if (tile >= num_tiles) & (tl.program_id(2) == 0):
+                part = (tile - num_tiles) * tl.num_programs(0) + tl.program_id(0)
+                fetch(ahead, part)
         if EAGER:  # before it is known how many of them there are
             key = tile * KEYS + tl.arange(0, KEYS)
             position = tl.load(selected + row * TOP_K + key, mask=key < TOP_K, other=-1)
-        if tile * KEYS < visible:
+        if (tile * KEYS < visible) & (tile < num_tiles):
             q = load_query(q_ptr, row, h, HEADS, LATENT, ROPE)
             if EAGER:
                 valid = (key < visible) & (position >= 0)
@@ -257,7 +268,7 @@ def attend_latents(
                 )
                 blocks = load_latents(pages, at, valid, LATENT, ROPE, NVFP4)
             weight, top, total = attend_tile(q, blocks, valid, scale, BLOCKS + 1)
-            part = (row * tl.num_programs(1) + tile) * HEADS + h
+            part = (row * num_tiles + tile) * HEADS + h
             to = part_acc + part[:, None] * LATENT + d
             mine = tl.program_id(2) % SPLIT
             if mine == 0:
@@ -267,6 +278,20 @@ def attend_latents(
                 if mine == s:
                     for b in tl.static_range(s * BLOCKS // SPLIT, (s + 1) * BLOCKS // SPLIT):
                         tl.store(to + b * 64, tl.dot(weight, blocks[b]), mask=real)
+
+
+@triton.jit
+def fetch(ahead, part):
+    """Ask for a part of FETCH_BYTES of what is ahead, 4 KiB a thread."""
+    at = ahead.to(tl.int64) + part.to(tl.int64) * (1 << 20) + tl.arange(0, 256).to(tl.int64) * 4096
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], 4096; mov.u32 $0, 0;",
+        "=r,l",
+        [at],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -335,6 +360,7 @@ def latent_attention(
     scale: float,
     latent_dim: int,
     launcher: Launcher | None = None,
+    ahead: Tensor | None = None,
 ) -> Tensor:
     return attend_selected(
         query,
@@ -345,6 +371,7 @@ def latent_attention(
         latent_dim=latent_dim,
         least_heads=16,
         launcher=launcher,
+        ahead=ahead,
     )
 
 
@@ -358,6 +385,7 @@ def attend_selected(
     latent_dim: int,
     least_heads: int,
     launcher: Launcher | None = None,
+    ahead: Tensor | None = None,
 ) -> Tensor:
     """`latent_attention`. least_heads: of a program, real or not; the bits of fewer than 64 are
     others. launcher: of the kernel that joins tiles, where its shapes are."""
@@ -377,7 +405,11 @@ def attend_selected(
     split = PROGRAMS_EACH if not whole and num_rows * num_tiles <= SPLIT_TILES else 1
     part_acc = torch.empty(parts * latent_dim, dtype=torch.float32, device=query.device)
     part_sum = torch.empty(parts * 2, dtype=torch.float32, device=query.device)
-    attend_latents[(num_rows, 1 if whole else num_tiles, triton.cdiv(num_heads, heads) * split)](
+    fetched = 0
+    if ahead is not None and not whole and num_rows <= FETCHING_ROWS and query.is_cuda:
+        fetched = min(FETCHED_BYTES, ahead.nbytes) // FETCH_BYTES // num_rows
+    grid = num_rows, (1 if whole else num_tiles) + fetched, triton.cdiv(num_heads, heads) * split
+    attend_latents[grid](
         query,
         latents.pages,
         selected,
@@ -387,8 +419,10 @@ def attend_selected(
         out,
         part_acc,
         part_sum,
+        query if ahead is None else ahead,
         rows.page_table.stride(0),
         form.page_bytes,
+        num_tiles,
         scale * LOG2E,
         TOP_K=top_k,
         ENTRIES=form.entries_per_page,
@@ -402,6 +436,7 @@ def attend_selected(
         KEYS=KEYS,
         SPLIT=split,
         EAGER=EAGER,
+        FETCHES=fetched > 0,
         num_warps=WARPS,
         num_stages=1,
         **overlap(query),

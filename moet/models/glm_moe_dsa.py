@@ -208,6 +208,7 @@ class Attention:
             scale=self.scale,
             latent_dim=self.latent_dim,
             launcher=self.launcher,
+            ahead=self.ahead,
         )
         del query
         return self.o.on_read(self._values(mixed, self.w_uv, quantised=self.o.quantised)), selection
