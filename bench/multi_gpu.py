@@ -332,9 +332,8 @@ def time_prompt(bench: Bench, rig: DeviceRig, suite: Suite, label: str) -> None:
     def once() -> None:
         rig.time_prompt(suite.prompt, 8192)
 
-    if bench.rank > 0:
-        return once()
-    for kernel in profile_kernels(once, 1)[:32]:
+    kernels = profile_kernels(once, 1)  # all ranks take part
+    for kernel in kernels[:32]:
         name = kernel.name.replace("(anonymous namespace)::", "")[:60]
         note = f"{kernel.num_launches:.0f} launches"
         bench.add(f"{label}, prompt, {name}", kernel.time_us / 1e3, "ms", note=note)
