@@ -18,15 +18,8 @@ from moet.kernels.cubin import device_arch
 from moet.kernels.mla_cache import Fp8LatentRows, Nvfp4LatentRows
 from moet.kernels.rows import Rows
 from moet.kernels.stream_gemm import Launcher
-from moet.kernels.triton_attention import (
-    LOG2E,
-    MAX_PARTS,
-    SPLIT_TILES,
-    TILES_AHEAD,
-    attend_tile,
-    scaled_sum,
-    shares,
-)
+from moet.kernels.triton_attention import LOG2E, MAX_PARTS, SPLIT_TILES, TILES_AHEAD
+from moet.kernels.triton_attention_tiles import attend_tile, scaled_sum, shares
 from moet.kernels.triton_common import begin, e2m1_values, kernel, overlap
 
 # Of one program: the rows of its matrix instructions. NVFP4 rows take more memory as they unfold.
