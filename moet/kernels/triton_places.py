@@ -10,12 +10,12 @@ import triton.language as tl
 from torch import Tensor
 
 from moet.kernels.rows import Rows
-from moet.kernels.triton_common import begin, overlap
+from moet.kernels.triton_common import begin, kernel, overlap
 
 ROWS = 4  # of a program
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel(do_not_specialize=["num_rows"])
 def place_rows(
     positions,
     page_rows,
