@@ -27,8 +27,9 @@ from moet.kernels.mixture import Mixture
 from moet.kernels.moe import sqrt_softplus
 from moet.kernels.quant import Activations
 from moet.kernels.query_heads import query_heads
-from moet.kernels.rope import Yarn, rope_cos_sin, rope_frequencies
+from moet.kernels.rope import Yarn, rope_frequencies
 from moet.kernels.rows import Rows
+from moet.kernels.window_places import CosSin, window_places
 from moet.models.base import (
     ExpertProvider,
     ForwardInput,
@@ -56,13 +57,17 @@ from moet.models.moe import MoE, Router, SwigluMlp
 from moet.models.sharding import WHOLE, Shard, deepseek_v4_layers, divide_deepseek_v4
 from moet.models.step import Place, step_rows
 
-CosSin = tuple[Tensor, Tensor]
-
 
 class RopeTables:
     """The two rotations: plain for window-only layers, YaRN for layers with compressed entries."""
 
-    def __init__(self, config: DeepseekV4Config, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        config: DeepseekV4Config,
+        device: torch.device | str = "cpu",
+        *,
+        arch: str = "reference",
+    ) -> None:
         scaling = config.rope_scaling
         yarn = Yarn(
             factor=scaling.factor,
@@ -73,32 +78,31 @@ class RopeTables:
         dim = config.qk_rope_head_dim
         self.main = rope_frequencies(dim, config.rope_theta).to(device)
         self.compress = rope_frequencies(dim, config.compress_rope_theta, yarn).to(device)
+        self.ratios = tuple(ratio for ratio in RATIO_OF_KIND.values() if ratio)
+        self._places = window_places.bind(arch=arch, rope_dim=dim, num_ratios=len(self.ratios))
+
+    def places(self, rows: Rows, num_entries: int) -> tuple[list[CosSin], Tensor]:
+        """As the op window_places."""
+        return self._places(
+            rows, self.main, self.compress, ratios=self.ratios, num_entries=num_entries
+        )
 
 
 class Step:
-    """One forward pass: what its rows are and which state they touch."""
+    """One forward pass: what its rows are and which state they touch.
 
-    def __init__(self, token_ids: Tensor, rows: Rows, kv: KVTensors, tables: RopeTables) -> None:
+    num_entries: of the rings of sliding windows.
+    """
+
+    def __init__(
+        self, token_ids: Tensor, rows: Rows, kv: KVTensors, tables: RopeTables, num_entries: int
+    ) -> None:
         self.token_ids = token_ids
         self.rows = rows
         self.kv = kv
-        self.tables = tables
-        self._window_starts: dict[int, CosSin] = {}
-        self._ring_slots: dict[int, Tensor] = {}
-
-    @cached_property
-    def main(self) -> CosSin:
-        return rope_cos_sin(self.rows.positions, self.tables.main)
-
-    @cached_property
-    def compress(self) -> CosSin:
-        return rope_cos_sin(self.rows.positions, self.tables.compress)
-
-    def ring_slots(self, num_entries: int) -> Tensor:
-        """As Rows.ring_slots, once for all layers."""
-        if num_entries not in self._ring_slots:
-            self._ring_slots[num_entries] = self.rows.ring_slots(num_entries)
-        return self._ring_slots[num_entries]
+        angles, self.ring_slots = tables.places(rows, num_entries)
+        self.main, self.compress, *starts = angles
+        self._window_starts = dict(zip(tables.ratios, starts, strict=True))
 
     @cached_property
     def row_ids(self) -> Tensor:
@@ -106,9 +110,6 @@ class Step:
 
     def window_start(self, ratio: int) -> CosSin:
         """Of the first token of the window of `ratio` tokens that a row is in."""
-        if ratio not in self._window_starts:
-            positions = self.rows.positions // ratio * ratio
-            self._window_starts[ratio] = rope_cos_sin(positions, self.tables.compress)
         return self._window_starts[ratio]
 
 
@@ -285,9 +286,8 @@ class Attention:
         cos_sin = step.compress if self.ratio else step.main
         qr_kv, projected = self._projections(x)
         ring = self.window.cache(step.kv)
-        slots = step.ring_slots(ring.form.entries_per_page)
         chunk = None if step.rows.short else ring.scratch(len(qr_kv))
-        own, places = (ring, slots) if chunk is None else (chunk, step.row_ids)
+        own, places = (ring, step.ring_slots) if chunk is None else (chunk, step.row_ids)
         qr = self._inputs(
             qr_kv,
             projected,
@@ -324,7 +324,7 @@ class Attention:
             num_groups=self.num_groups,
         )
         if chunk is not None:
-            self._copy(chunk, ring, slots)
+            self._copy(chunk, ring, step.ring_slots)
         return self.wo_b.on_read(self.wo_a(o).flatten(1))
 
     def _projections(self, x: Tensor | Activations) -> tuple[Tensor, Tensor | None]:
@@ -656,7 +656,7 @@ class DeepseekV4:
         experts: ExpertProvider,
     ) -> Generator[None, None, ModelOutput]:
         """`compute`, which stops between its parts: steps of other sequences may run there."""
-        step = Step(token_ids, rows, kv, self.tables)
+        step = self._step(token_ids, rows, kv)
         residual = Residual(self._enter(token_ids))
         for n, layer in enumerate(self.layers, 1):
             layer(residual, step, experts)
@@ -669,6 +669,9 @@ class DeepseekV4:
             streams = last.hand_on(residual)
             self.shard.comm.send(streams)
         return ModelOutput(self._logits(self.head, _chosen(streams, logits_indices)), streams)
+
+    def _step(self, token_ids: Tensor, rows: Rows, kv: KVTensors) -> Step:
+        return Step(token_ids, rows, kv, self.tables, self.layout.ring_entries)
 
     def _enter(self, token_ids: Tensor) -> Tensor:
         """The streams before this process's first layer: [n, h, dim]."""
@@ -716,7 +719,7 @@ class DeepseekV4:
         head = None
         if self.mtp is not None:
             assert self.embed is not None
-            step = Step(token_ids, rows, kv, self.tables)
+            step = self._step(token_ids, rows, kv)
             streams = self.mtp(self.embed(token_ids), streams, step, experts)
             head = self.mtp.head
         return ModelOutput(self._logits(head, _chosen(streams, logits_indices)), streams)

@@ -54,7 +54,7 @@ class CacheLayout:
         every = tuple(range(num_layers))
         csa = tuple(i for i in every if config.layer_kind(i) == "csa")
         hca = tuple(i for i in every if config.layer_kind(i) == "hca")
-        window = config.sliding_window + num_spec_tokens
+        self.ring_entries = window = config.sliding_window + num_spec_tokens
         head_dim, index_dim = config.head_dim, config.index_head_dim
 
         def state(values: int, entries: int) -> PlanedFormat:  # values and scores, fp32

@@ -26,6 +26,7 @@ MODULES = (
     "norm",
     "query_heads",
     "rope",
+    "window_places",
 )
 
 

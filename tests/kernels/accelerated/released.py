@@ -13,6 +13,7 @@ from moet.kernels import (
     triton_compressor,
     triton_hyper_connection,
     triton_indexer,
+    triton_places,
     triton_rows,
 )
 from moet.kernels.attention_inputs import CompressorSite
@@ -109,8 +110,11 @@ class Released:
         kv = qr_kv[:, RANK:]
         ring, scratch = self.kv(WINDOW + 2, self.num_seqs), self.kv(self.n, 1)
         slots = self.rows.ring_slots(WINDOW + 2)
-        rows = triton_rows
+        rows, frequencies = triton_rows, self.fp32(ROPE // 2)
         return {
+            "window_places": lambda: triton_places.window_places(
+                self.rows, frequencies, frequencies, ratios=(4, 128), num_entries=WINDOW + 2
+            ),
             "rms_norm": lambda: rows.rms_norm(qr_kv[:, :RANK], weight, eps=1e-6),
             "norm_rope_heads": lambda: rows.norm_rope_heads(
                 q, *self.cos_sin, num_heads=HEADS, eps=1e-6

@@ -2,6 +2,7 @@
 window wrap, page borders, fill rows; and rows alone against rows in company, bit for bit."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from moet.kernels import (
     triton_compressor,
     triton_hyper_connection,
     triton_indexer,
+    triton_places,
     triton_rows,
 )
 from moet.kernels.attention import window_attention
@@ -26,6 +28,7 @@ from moet.kernels.quant import fp8_qdq
 from moet.kernels.query_heads import query_heads
 from moet.kernels.rope import norm_rope_heads, rope_cos_sin, rope_frequencies
 from moet.kernels.rows import Rows
+from moet.kernels.window_places import window_places
 from tests.kernels.accelerated.conftest import INTERPRETED
 from tests.kernels.accelerated.world import (
     CHUNKS,
@@ -59,6 +62,23 @@ def randn(*shape: int, device: torch.device, dtype: torch.dtype = torch.bfloat16
 
 def angles(positions: Tensor) -> tuple[Tensor, Tensor]:
     return rope_cos_sin(positions, rope_frequencies(ROPE, 1e4).to(positions.device))
+
+
+@pytest.mark.parametrize("name", STEP_NAMES)
+def test_window_places(name: str, device: torch.device) -> None:
+    rows = step(name, device)
+    far = (rows.positions >= 0) * 70_000
+    rows = replace(rows, positions=rows.positions + far, ends=rows.ends + far)
+    tables = [rope_frequencies(ROPE, theta).to(device) for theta in (1e4, 1.6e5)]
+    got, want = (
+        fn(rows, *tables, ratios=(4, 128), num_entries=130)
+        for fn in (triton_places.window_places, window_places)
+    )
+    real = rows.positions >= 0
+    for found, wanted in zip(got[0], want[0], strict=True):
+        for a, b in zip(found, wanted, strict=True):
+            assert_close(a[real], b[real], window_places.tolerance)
+    assert torch.equal(got[1], want[1])
 
 
 @pytest.mark.parametrize("n", SIZES)
