@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moet.models.base import ExpertProvider, KVTensors, finished
+from moet.kernels.moe import ExpertTable
+from moet.models.base import ExpertProvider, KVTensors, ResidentProvider, finished
 from moet.runtime.chunk_drafts import ChunkDrafts
 from moet.runtime.chunks import Chunk, Placed, last_rows
 from moet.runtime.device_sampler import Kind
@@ -102,23 +103,26 @@ class ChunkRunner:
         """
         if self.model.num_parts <= WARM_PARTS:
             return
-        narrow, *_ = widths = self._placed.widths()
+        widths = self._placed.widths()
         with self.queue.working(), torch.inference_mode():
             for width in widths:
-                self._run_ahead(WARM_ROWS, width, WARM_PARTS)
-            self._run_ahead(WARM_MANY_ROWS, narrow, 1)
+                self._run_ahead(WARM_ROWS, width)
+            self._run_ahead(WARM_MANY_ROWS, widths[-1])
             if self.fault is not None:
                 self.fault.zero_()
         self.queue.settle()
 
-    def _run_ahead(self, num_rows: int, width: int, num_parts: int) -> None:
+    def _run_ahead(self, num_rows: int, width: int) -> None:
         token_ids, rows = self._placed.rows([Chunk(0, 0, [0] * num_rows)])
         nowhere = torch.full_like(rows.positions, -1)
         rows = replace(
             rows, positions=nowhere, page_table=self._placed.page_table[:, :width], short=False
         )
-        parts = self.model.compute_parts(token_ids, rows, None, self.kv, self.experts)
-        for _ in range(num_parts):
+        experts = self.experts
+        if isinstance(experts, ResidentProvider):
+            experts = _AsForOneRow(experts)
+        parts = self.model.compute_parts(token_ids, rows, None, self.kv, experts)
+        for _ in range(WARM_PARTS):
             next(parts)
 
     def _bring_back(self, values: Tensor) -> Tensor:
@@ -151,6 +155,19 @@ class ChunkRunner:
         kind = max(row.kind for row in rows)
         step.finish(self.state, logits, masks, self.fault, kind)
         return step
+
+
+@dataclass(frozen=True, slots=True)
+class _AsForOneRow:
+    """A ResidentProvider that brings no whole layers, however many rows ask."""
+
+    experts: ResidentProvider
+
+    def resident(self, layer_idx: int, num_rows: int = 1) -> ExpertTable:
+        return self.experts.resident(layer_idx, 1)
+
+    def resolve(self, layer_idx: int, expert_ids: Tensor) -> ExpertTable:
+        return self.experts.resolve(layer_idx, expert_ids)
 
 
 @dataclass(frozen=True, slots=True)
