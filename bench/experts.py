@@ -18,7 +18,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -133,10 +133,11 @@ def timed(
     hits, misses = experts.counts()
     times: list[float] = []
     base: list[float] = []
-    for _ in range(STEPS):
+    for n in range(STEPS):
         tokens = rig.tokens(num_rows)
-        times.append(step(tokens))
-        base.append(resident(tokens))
+        turns = [(step, times), (resident, base)]
+        for run, taken in turns if n % 2 else reversed(turns):
+            taken.append(run(tokens))
     after = experts.counts()
     asked, missed = after[0] + after[1] - hits - misses, after[1] - misses
     step_ms, base_ms = sum(times) / STEPS, sum(base) / STEPS
@@ -207,46 +208,6 @@ def decode(bench: Bench) -> Results:
                 experts = bench.rig.pool(bench.host, bench.slots(share))
                 found[name] = judged(bench, experts, num_rows)
                 print(name, found[name], flush=True)
-    return found
-
-
-BRINGING: dict[str, dict[str, Any]] = {  # ways to bring what is missing
-    "1024 threads": {},
-    "256 threads": {"slim": True},
-    "256 threads, 32 CTAs": {"slim": True, "num_ctas": 32},
-    "256 threads, 8 CTAs": {"slim": True, "num_ctas": 8},
-}
-
-
-def bring(bench: Bench) -> Results:
-    """These side by side on the same tokens."""
-    rig, found = bench.rig, {}
-    for num_rows, rate, skew in ((1, 0.987, 2.531), (1, 0.96, 1.781), (3, 0.987, 2.531)):
-        rig.set_skew(bench.skews.get((num_rows, rate), skew))
-        pools = {name: rig.pool(bench.host, bench.slots(LARGE_POOL)) for name in BRINGING}
-        for name, pool in pools.items():
-            pool.change(replace(pool.cache, **BRINGING[name]))
-        steps = {name: CapturedStep(rig, pool, num_rows) for name, pool in pools.items()}
-        steps["resident"] = bench.resident[num_rows]
-        totals = dict.fromkeys(steps, 0.0)
-        for n in range(WARM_STEPS + 2 * STEPS):
-            tokens = rig.tokens(num_rows)
-            for name, step in steps.items():
-                taken = step(tokens)
-                totals[name] += taken if n >= WARM_STEPS else 0.0
-        case: Results = {f"{k} ms": round(v / (2 * STEPS), 4) for k, v in totals.items()}
-        first = pools["1024 threads"].tables
-        case["same books"] = {
-            name: torch.equal(pool.tables.row_of, first.row_of)
-            and torch.equal(pool.tables.uses, first.uses)
-            for name, pool in pools.items()
-        }
-        case["same bits"] = {
-            name: compare(rig, steps[name], steps["resident"], 2).same for name in pools
-        }
-        case["error word"] = int(rig.device.error)
-        found[f"{num_rows} rows, {100 * rate:.1f} % aimed at"] = case
-        print(num_rows, rate, case, flush=True)
     return found
 
 
@@ -534,7 +495,6 @@ def over_disk(bench: Bench) -> Results:
 
 PARTS: dict[str, Callable[[Bench], Results]] = {
     "open": open_bench,
-    "bring": bring,
     "decode": decode,
     "launches": launches,
     "start": from_file,

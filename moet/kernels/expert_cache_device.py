@@ -19,7 +19,7 @@ from moet.kernels.moe import ExpertTable
 from moet.kernels.stream_gemm import Launcher, pointer
 
 MAX_EXPERTS = 1024  # of a layer, in the kernel: one thread each
-RESOLVE_THREADS, SLIM_THREADS = 1024, 256
+RESOLVE_THREADS = 1024
 FETCH_THREADS = 256
 FETCH_CTAS = 16  # to saturate a PCIe 5 link; 8 were estimated to reach four fifths of it
 RESOLVE_SHARED_BYTES, FETCH_SHARED_BYTES = 4 * (4 * RESOLVE_THREADS + 3), 4 * 2 * MAX_EXPERTS
@@ -225,20 +225,18 @@ def bring_on_device(
     lists: Sequence[tuple[Tensor, Tensor]],
     num_ctas: int = FETCH_CTAS,
     timeout_s: float = 2.0,
-    slim: bool = False,
 ) -> None:
     """resolve_on_device and then fetch_on_device in one launch, whose CTAs wait for each other, and
     leave at once where the first list says that all are there.
 
     lists: the first one must have every expert of expert_ids once, with its slot or -1, and room
-    for as many as these are. slim: by CTAs of few threads, for at most SLIM_THREADS experts.
+    for as many as these are.
     """
-    slim &= num_experts <= SLIM_THREADS
     launcher.launch(
-        "bring_slim" if slim else "bring_experts",
+        "bring_experts",
         grid=num_ctas,
-        threads=SLIM_THREADS if slim else RESOLVE_THREADS,
-        shared_bytes=FETCH_SHARED_BYTES if slim else RESOLVE_SHARED_BYTES,
+        threads=RESOLVE_THREADS,
+        shared_bytes=RESOLVE_SHARED_BYTES,
         args=BringArgs(
             _resolve_args(
                 tables, expert_ids, wanted, first_row, num_experts, error, host.requests, lists
@@ -254,7 +252,7 @@ class DeviceCache:
     """A pool of slots on a GPU that fetches rows itself, with what its two kernels need.
 
     side: a stream on which rows are copied while the current one goes on; None: they come in turn.
-    timeout_s: after which a fetch gives up on rows from disk. slim: as bring_on_device has it.
+    timeout_s: after which a fetch gives up on rows from disk.
     """
 
     launcher: Launcher
@@ -266,7 +264,6 @@ class DeviceCache:
     side: torch.cuda.Stream | None = None
     num_ctas: int = FETCH_CTAS
     timeout_s: float = 2.0
-    slim: bool = False
 
     def prepare(
         self,
@@ -294,7 +291,6 @@ class DeviceCache:
                 lists=lists,
                 num_ctas=self.num_ctas,
                 timeout_s=self.timeout_s,
-                slim=self.slim,
             )
             return
         resolve_on_device(

@@ -71,11 +71,10 @@ struct ResolveArgs {
 };
 
 // Inclusive prefix sum over the CTA; the sums end in `values`.
-template <int THREADS>
 DEVICE void prefix_sums(int* values, int* other) {
   int t = threadIdx.x;
   sync_threads();
-  for (int step = 1; step < THREADS; step *= 2) {
+  for (int step = 1; step < RESOLVE_THREADS; step *= 2) {
     other[t] = values[t] + (t >= step ? values[t - step] : 0);
     sync_threads();
     int* swap = values;
@@ -84,32 +83,31 @@ DEVICE void prefix_sums(int* values, int* other) {
 }
 
 // Gives the experts of lists their slots.
-template <int THREADS>
 DEVICE void fill_lists(const ResolveArgs& p, const int64_t* slot_of) {
 #pragma unroll
   for (int n = 0; n < 2; n++) {
     if (!p.listed[n]) continue;
     int count = *p.num_listed[n];
-    for (int i = threadIdx.x; i < count; i += THREADS)
+    for (int i = threadIdx.x; i < count; i += RESOLVE_THREADS)
       p.listed[n][i].slot = static_cast<int>(slot_of[p.listed[n][i].expert & 0xFFFF]);
   }
 }
 
-// One CTA, a thread an expert and then a thread a slot: the hand goes over so many slots at once and
-// stops where it would have stopped slot by slot. before_lists: called by all threads.
-template <int THREADS, typename BeforeLists>
+// One CTA, a thread an expert and then a thread a slot: the hand goes over up to 1,024 slots at once
+// and stops where it would have stopped slot by slot. before_lists: called by all threads.
+template <typename BeforeLists>
 DEVICE void resolve(const ResolveArgs& p, BeforeLists before_lists) {
   int* wanted = reinterpret_cast<int*>(dynamic_shared());
-  int* sums = wanted + THREADS;
-  int* other = sums + THREADS;
-  int* misses = other + THREADS;
-  int* stop = misses + THREADS;  // of the hand, within a window
+  int* sums = wanted + RESOLVE_THREADS;
+  int* other = sums + RESOLVE_THREADS;
+  int* misses = other + RESOLVE_THREADS;
+  int* stop = misses + RESOLVE_THREADS;  // of the hand, within a window
   uint32_t* totals = reinterpret_cast<uint32_t*>(stop + 1);  // misses, experts asked for
   int t = threadIdx.x;
   wanted[t] = 0;
   if (t < 2) totals[t] = 0;
   sync_threads();
-  for (int i = t; i < p.pairs; i += THREADS) {
+  for (int i = t; i < p.pairs; i += RESOLVE_THREADS) {
     int64_t id = p.expert_ids[i];
     if (id >= 0 && id < p.experts) wanted[id] = 1;
   }
@@ -125,7 +123,7 @@ DEVICE void resolve(const ResolveArgs& p, BeforeLists before_lists) {
   int needed = static_cast<int>(totals[0]), num_wanted = static_cast<int>(totals[1]);
   if (needed == 0) {  // mostly
     before_lists();
-    fill_lists<THREADS>(p, slot_of);
+    fill_lists(p, slot_of);
     if (t == 0) {
       *p.num_fetch = 0;
       p.counters[0] += num_wanted;
@@ -133,10 +131,10 @@ DEVICE void resolve(const ResolveArgs& p, BeforeLists before_lists) {
     return;
   }
   sums[t] = miss;
-  prefix_sums<THREADS>(sums, other);
+  prefix_sums(sums, other);
   if (miss) misses[sums[t] - 1] = t;
   int hand = *p.hand, found = 0;
-  int window = p.slots < THREADS ? p.slots : THREADS;
+  int window = p.slots < RESOLVE_THREADS ? p.slots : RESOLVE_THREADS;
   int most = (MAX_USES + 1) * ((p.slots + window - 1) / window) + 1;
   sync_threads();
   for (int turn = 0; turn < most && found < needed; turn++) {
@@ -151,8 +149,8 @@ DEVICE void resolve(const ResolveArgs& p, BeforeLists before_lists) {
     }
     if (t == 0) *stop = window - 1;
     sums[t] = candidate;
-    prefix_sums<THREADS>(sums, other);
-    int rank = sums[t], there = sums[THREADS - 1];
+    prefix_sums(sums, other);
+    int rank = sums[t], there = sums[RESOLVE_THREADS - 1];
     int taken = there < needed - found ? there : needed - found;
     if (candidate && rank == needed - found) *stop = t;
     sync_threads();
@@ -186,7 +184,7 @@ DEVICE void resolve(const ResolveArgs& p, BeforeLists before_lists) {
   }
   sync_threads();
   before_lists();
-  fill_lists<THREADS>(p, slot_of);
+  fill_lists(p, slot_of);
   if (t == 0) {
     *p.hand = hand;
     *p.num_fetch = found;
@@ -198,7 +196,7 @@ DEVICE void resolve(const ResolveArgs& p, BeforeLists before_lists) {
 KERNEL(RESOLVE_THREADS, 1) resolve_experts(GRID_CONSTANT ResolveArgs p) {
   wait_for_previous_kernel();
   let_next_kernel_start();
-  resolve<RESOLVE_THREADS>(p, [] {});
+  resolve(p, [] {});
 }
 LAUNCHABLE(resolve_experts, ResolveArgs, RESOLVE_THREADS)
 
@@ -316,7 +314,6 @@ struct BringArgs {
 };
 
 // Tells the other CTAs that the list is made, copies rows with them, and leaves zeros behind.
-template <int THREADS>
 DEVICE void share_list(const BringArgs& p) {
   bool first = blockIdx.x == 0, tells = threadIdx.x == 0;
   sync_threads();
@@ -324,7 +321,7 @@ DEVICE void share_list(const BringArgs& p) {
   if (!first && tells)
     while (!wait_until(p.ready, 1)) continue;
   sync_threads();
-  fetch<THREADS>(p.fetch);
+  fetch<RESOLVE_THREADS>(p.fetch);
   sync_threads();
   if (tells && atomic_add(p.ready + 2, 1) == gridDim.x - 1) p.ready[0] = p.ready[1] = p.ready[2] = 0;
 }
@@ -354,8 +351,7 @@ DEVICE bool all_there(const ResolveArgs& p, bool touches) {
 // Both in one launch: the first CTA finds slots while the others wait for its list; they are few enough
 // to be on the chip together. Where nothing is missing, which the list of the chosen experts tells,
 // every CTA leaves at once; otherwise that list may not change before all of them have seen it.
-template <int THREADS>
-DEVICE void bring(const BringArgs& p) {
+KERNEL(RESOLVE_THREADS, 1) bring_experts(GRID_CONSTANT BringArgs p) {
   wait_for_previous_kernel();
   let_next_kernel_start();
   if (all_there(p.resolve, blockIdx.x == 0 && threadIdx.x < 32)) return;
@@ -363,21 +359,15 @@ DEVICE void bring(const BringArgs& p) {
   if (blockIdx.x) {
     if (threadIdx.x == 0) add_released(p.ready + 1, 1);
   } else {
-    resolve<THREADS>(p.resolve, [&] {
+    resolve(p.resolve, [&] {
       if (threadIdx.x == 0)
         while (!wait_until(p.ready + 1, gridDim.x - 1)) continue;
       sync_threads();
     });
   }
-  share_list<THREADS>(p);
+  share_list(p);
 }
-KERNEL(RESOLVE_THREADS, 1) bring_experts(GRID_CONSTANT BringArgs p) { bring<RESOLVE_THREADS>(p); }
 COOPERATING(bring_experts, BringArgs, RESOLVE_THREADS)
-
-// For layers of so many experts: in little room beside kernels before and after it.
-constexpr int SLIM_THREADS = 256;
-KERNEL(SLIM_THREADS, 4) bring_slim(GRID_CONSTANT BringArgs p) { bring<SLIM_THREADS>(p); }
-COOPERATING(bring_slim, BringArgs, SLIM_THREADS)
 
 constexpr int RECORD_THREADS = 256;
 

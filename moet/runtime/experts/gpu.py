@@ -156,11 +156,6 @@ class CachedExperts:
         warm = warm[: num_slots - len(static)]
         self.fill(warm, [self._run(row, 1)[0] for row in warm])
 
-    def change(self, cache: DeviceCache) -> None:
-        """Bring rows in another way from here on, for whoever captures steps anew."""
-        self.cache = cache
-        self._tables = self._made_tables()
-
     def _made_tables(self) -> dict[int, ExpertTable]:
         made: dict[int, ExpertTable] = {}
         for n, layer_idx in enumerate(self.layers):
