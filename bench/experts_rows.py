@@ -26,7 +26,7 @@ DISK = (
     "ms alone), warming up for 20,000 tokens instead of 2,400 (at 98.7 % aimed at .065 -> .023 "
     "reads a step, and .77 -> .91 of the pinned rate), who reads a row says so instead of at the "
     "next poll. In simulation a count of uses with decay reads 6 to 13 % less where routing is "
-    "steady and as much where it drifts. Profile: a step loses 5 ms a read, as the drive brings 1.6 "
+    "steady and as much where it drifts. Profile: a step loses 5 ms a read, as the drive has 1.6 "
     "GB/s; at this rate of hits even a choice that knows the future reads .3 rows a step, three "
     "times what .9 allows. Next: a faster drive, or more host memory"
 )
