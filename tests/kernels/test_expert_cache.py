@@ -22,7 +22,6 @@ from moet.kernels.expert_cache_device import (
     ERROR_TIMEOUT,
     FetchList,
     HostRows,
-    bring_on_device,
     fetch_on_device,
     resolve_on_device,
 )
@@ -164,59 +163,6 @@ def test_resolve_kernel_equals_the_reference(
         assert out.counters.sum(0).tolist() == [hits, misses, 0]
     assert int(error) == 0
     assert hits > 0
-
-
-def test_both_in_one_launch_equal_the_reference(kernels: Emulator) -> None:
-    """Calls that miss nothing are among the others."""
-    num_experts, num_slots, size = 40, 300, 64
-    num_rows = 12 * num_experts
-    source = torch.randint(0, 256, (num_rows, size), dtype=torch.uint8)
-    host = HostRows(
-        torch.tensor([source.data_ptr()]),
-        num_rows,
-        torch.arange(num_rows, dtype=torch.int32),
-        torch.zeros(1, dtype=torch.int32),
-    )
-    expected, found = (CacheTables.empty(num_rows, num_slots) for _ in range(2))
-    out, error = FetchList.on("cpu", num_experts, 12), torch.zeros(1, dtype=torch.int32)
-    pool = torch.zeros(num_slots, size, dtype=torch.uint8)
-    generator = torch.Generator().manual_seed(2)
-    hits = misses = 0
-    for call in range(11):
-        layer = call * 7 % 12 if call % 5 else 3
-        ids = (
-            torch.randint(0, num_experts, (4, 6), generator=generator)
-            if call % 5
-            else torch.arange(24)
-        )
-        first_row = layer * num_experts
-        experts = ids.flatten().unique()
-        listed = torch.full((24, 4), -1, dtype=torch.int32)
-        listed[: len(experts), 0] = found.slot_of[first_row + experts].int()
-        listed[: len(experts), 1] = experts.int()
-        want = resolve(expected, ids, first_row, num_experts)
-        bring_on_device(
-            kernels,
-            pool,
-            found,
-            host,
-            out,
-            ids.contiguous(),
-            first_row=first_row,
-            num_experts=num_experts,
-            error=error,
-            lists=[(listed, torch.tensor([len(experts)], dtype=torch.int32))],
-            num_ctas=2,
-        )
-        assert same(found, expected)
-        rows = first_row + experts
-        assert torch.equal(listed[: len(experts), 0].long(), found.slot_of[rows])
-        assert torch.equal(pool[found.slot_of[rows]], source[rows])
-        hits, misses = hits + want.num_hits, misses + len(want.rows)
-        assert out.counters.sum(0)[:2].tolist() == [hits, misses]
-        assert out.ready.tolist() == [0, 0, 0]
-    assert int(error) == 0
-    assert min(hits, misses) > 24
 
 
 def test_resolve_kernel_says_that_slots_are_too_few(kernels: Emulator) -> None:
