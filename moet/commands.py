@@ -64,9 +64,11 @@ def serve(args: argparse.Namespace) -> int:
         allowed_origins=args.allowed_origins,
     )
     reasoning_defaults(config)  # wrong flags are told of before anything is loaded
+    settled = _engine_config(args)
+    _be_rank(settled)  # which answers no HTTP
     service = Service(
         lambda on_death: _engine(
-            args, own_process=not args.in_process, wait=False, on_death=on_death
+            settled, own_process=not args.in_process, wait=False, on_death=on_death
         ),
         config,
     )
@@ -86,7 +88,7 @@ def chat(args: argparse.Namespace) -> int:
         "reasoning_effort": args.reasoning_effort,
         "chat_template_kwargs": None if args.thinking is None else {"thinking": args.thinking},
     }
-    with _engine(args) as engine:
+    with _opened(args) as engine:
         console = Console()
         if engine.model in DEMOS:
             console.print(DEMO_NOTICE, style="yellow")
@@ -99,7 +101,7 @@ def chat(args: argparse.Namespace) -> int:
 def generate(args: argparse.Namespace) -> int:
     """Continue each prompt and print the answers."""
     prompts = args.prompt or [line.rstrip("\n") for line in sys.stdin]
-    with _engine(args) as engine:
+    with _opened(args) as engine:
         params = msgspec.structs.replace(engine.text.defaults, **_given_sampling(args))
         for prompt in prompts:
             if args.json or args.n > 1:
@@ -300,8 +302,15 @@ COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
 }
 
 
+def _opened(args: argparse.Namespace) -> Engine:
+    """An engine in this process, loaded; does not return where torchrun wants another rank."""
+    config = _engine_config(args)
+    _be_rank(config)
+    return _engine(config)
+
+
 def _engine(
-    args: argparse.Namespace,
+    config: EngineConfig,
     *,
     own_process: bool = False,
     wait: bool = True,
@@ -309,18 +318,31 @@ def _engine(
 ) -> Engine:
     from moet.runtime.engine import Engine
 
+    return Engine(
+        config.model,
+        settings=config.settings,
+        cache=config.cache,
+        scheduler=config.scheduler,
+        tensor_parallel=config.parallel.tensor,
+        pipeline_parallel=config.parallel.pipeline,
+        hang_timeout_s=config.parallel.hang_timeout_s,
+        target=config.target,
+        experts=config.experts,
+        seed=config.seed,
+        own_process=own_process,
+        wait=wait,
+        on_death=on_death,
+    )
+
+
+def _engine_config(args: argparse.Namespace) -> EngineConfig:
     if args.model and args.model_flag and args.model != args.model_flag:
         message = f"MODEL is {args.model!r} and --model is {args.model_flag!r}; give one of them"
         raise ConfigError(message)
     prefix_cache = args.prefix_cache
     if prefix_cache is None:
         prefix_cache = "on" if args.enable_prefix_caching else "off"
-    parallel = ParallelConfig(
-        tensor=args.tensor_parallel_size,
-        pipeline=args.pipeline_parallel_size,
-        hang_timeout_s=args.hang_timeout,
-    )
-    config = EngineConfig(
+    return EngineConfig(
         model=args.model or args.model_flag or "demo",
         settings=ModelSettings(
             rounding=args.rounding, precision="fp4" if args.precision == "fp4" else "w2"
@@ -349,7 +371,11 @@ def _engine(
             num_spec_tokens=num_spec_tokens(args),
             adaptive_spec=args.adaptive_spec,
         ),
-        parallel=parallel,
+        parallel=ParallelConfig(
+            tensor=args.tensor_parallel_size,
+            pipeline=args.pipeline_parallel_size,
+            hang_timeout_s=args.hang_timeout,
+        ),
         target=TargetConfig(
             device=args.device,
             weights=args.weights,
@@ -358,22 +384,6 @@ def _engine(
             enforce_eager=args.enforce_eager,
         ),
         seed=args.seed,
-    )
-    _be_rank(config)
-    return Engine(
-        config.model,
-        settings=config.settings,
-        cache=config.cache,
-        scheduler=config.scheduler,
-        tensor_parallel=parallel.tensor,
-        pipeline_parallel=parallel.pipeline,
-        hang_timeout_s=parallel.hang_timeout_s,
-        target=config.target,
-        experts=config.experts,
-        seed=args.seed,
-        own_process=own_process,
-        wait=wait,
-        on_death=on_death,
     )
 
 

@@ -19,6 +19,7 @@ from moet import __version__
 from moet.cli import main, num_bytes, num_tokens, parser, with_dashes
 from moet.commands import num_spec_tokens
 from moet.errors import ConfigError
+from moet.runtime.parallel.group import Place
 
 ROOT = Path(__file__).parents[1]
 
@@ -215,6 +216,24 @@ def test_serve_ends_with_code_0_on_a_signal_after_its_streams(
         assert [line for line in lines if line][-1] == "data: [DONE]"
     assert process.wait(30) == 0
     assert psutil.wait_procs(children, timeout=10)[1] == []
+
+
+def test_a_rank_that_torchrun_starts_opens_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is on a host with rank 0's port, or with one that nobody would answer at."""
+    outside = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29400"}
+    for name, value in outside.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("moet.server.run.Service", None)
+    ranks: list[int] = []
+
+    def be_rank(config: object, place: Place, local_rank: int) -> None:
+        ranks.append(place.rank)
+        raise SystemExit(0)
+
+    monkeypatch.setattr("moet.runtime.parallel.start.be_rank", be_rank)
+    with pytest.raises(SystemExit):
+        main(["serve", "demo", "-tp", "2"])
+    assert ranks == [1]
 
 
 def test_serve_leaves_at_once_on_a_second_signal(

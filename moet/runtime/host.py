@@ -168,6 +168,7 @@ class Host:
         self.load_times_s: dict[str, float] = {}  # of stages that are over
         self._stage_began = monotonic()
         self.error: Exception | None = None
+        self._is_closing = False
         self.late_step: str | None = None  # what it does, while one takes too long
         self.ready: Future[CoreInfo] = Future()
         self._lock = threading.Lock()
@@ -236,7 +237,7 @@ class Host:
     def close(self, timeout_s: float = 10.0) -> None:
         """End the core. Open requests end with an error event. Idempotent."""
         with self._lock:
-            running = self.state in ("loading", "ready")
+            running, self._is_closing = self.state in ("loading", "ready"), True
         if running:
             self._send(Stop())
         self._join(timeout_s)

@@ -76,7 +76,10 @@ class ProcessHost(Host):
                     self._process.join()
                     code = self._process.exitcode
                     reason = f"the engine process {self.pid} ended with exit code {code}"
-                    self._end("dead", EngineDeadError(reason))
+                    if self._is_closing:  # while it loads it hears nothing and is killed
+                        self._end("closed", None)
+                    else:
+                        self._end("dead", EngineDeadError(reason))
         finally:
             self._events.close(linger=0)
 

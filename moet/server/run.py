@@ -85,6 +85,7 @@ class Service:
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:
                 runner.run(self._serve())
         finally:
+            self._loop = None
             self._listener.close()
             self.engine.close()
             self.app.state.operations.close()
@@ -129,8 +130,9 @@ class Service:
         """On the host's thread: let the last events out, then end."""
         self.died = True
         logger.error("the engine has died: %s", self.engine.error)
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.call_later, LAST_WORDS_S, self._leave)
+        loop = self._loop
+        if loop is not None:
+            loop.call_soon_threadsafe(loop.call_later, LAST_WORDS_S, self._leave)
 
     def _leave(self) -> None:
         self.server.force_exit = True

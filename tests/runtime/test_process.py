@@ -174,6 +174,21 @@ def test_a_core_that_cannot_be_built_says_why(kind: type[ThreadHost] | type[Proc
     assert host.state == "dead"
 
 
+def load_for_ever(progress: Progress) -> object:
+    time.sleep(60)
+    raise AssertionError
+
+
+def test_a_core_that_is_closed_while_it_loads_has_not_died() -> None:
+    host = ProcessHost(load_for_ever)  # type: ignore[arg-type]
+    listener = Listener(host)
+    host.close(timeout_s=0.1)
+    with pytest.raises(EngineDeadError, match="shut down"):
+        host.ready.result(60)
+    assert host.state == "closed"
+    assert listener.deaths.empty()
+
+
 PARENT = """
 import time
 from tests.scripted import builder, endless
