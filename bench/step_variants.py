@@ -26,8 +26,8 @@ from moet.bench.device_rig import DeviceRig
 from moet.bench.device_step import profile_kernels
 from moet.bench.rig import Shape
 from moet.config import ModelSettings
-from moet.kernels import device_streams, triton_attention, triton_common
-from moet.models.deepseek_v4 import DeepseekV4
+from moet.kernels import triton_attention
+from moet.models.deepseek_v4 import DeepseekV4, RopeTables
 from moet.models.dummy import DummyOptions
 from moet.models.synthetic import MODEL_NAME
 from moet.runtime.device_runner import Placement
@@ -37,6 +37,7 @@ from moet.runtime.queues import CudaGraphs, CudaQueue
 SHAPES = ((1, 1), (1, 3), (8, 1))
 NUM_SEQS = max(seqs for seqs, _ in SHAPES)
 CONTEXT = 1024
+PROGRAMS_EACH = triton_attention.PROGRAMS_EACH
 Change = Callable[[DeepseekV4], None]
 
 
@@ -46,65 +47,33 @@ def by_a_launch(model: DeepseekV4) -> None:
         layer.ffn.unsummed = False
 
 
-def one_in_a_cluster(model: DeepseekV4) -> None:
-    """A row that comes alone has a cluster, too."""
-    device_streams.CLUSTER_LEAST = 1
+def placed_at_once(model: DeepseekV4) -> None:
+    """One launch makes a step's angles and slots."""
+    model.tables = tables_of(model, model.device.arch if model.device else "reference")
 
 
-def eight_in_clusters(model: DeepseekV4) -> None:
-    """Up to eight rows have a cluster each."""
-    device_streams.CLUSTER_ROWS = 8
+def divided_by_four(model: DeepseekV4) -> None:
+    """A tile's sums of attention are divided among four programs however few tiles there are."""
+    triton_attention.PROGRAMS_EACH = {triton_attention.SPLIT_TILES: 4}
 
 
-def not_held(model: DeepseekV4) -> None:
-    """What streams are finished with is read when it is needed."""
-    device_streams.HELD_ROWS = 0
-
-
-def streams_early(model: DeepseekV4) -> None:
-    """The kernel behind streams may begin before the one ahead of them has ended."""
-    device_streams.EARLY = True
-
-
-def triton_early(model: DeepseekV4) -> None:
-    """Likewise of Triton's kernels."""
-    triton_common.EARLY = True
-
-
-def divided(model: DeepseekV4) -> None:
-    """A tile's sums of attention are divided among eight programs."""
-    triton_attention.PROGRAMS_EACH = 8
-
-
-def fused(model: DeepseekV4) -> None:
-    """The compiler makes one of products and sums where it likes: other bits."""
-    triton_common.Kernel.fusion = True
-
-
-EARLY: list[Change] = [streams_early, triton_early]
 VARIANTS: dict[str, list[Change]] = {
     "plain": [],
     "plain again": [],
-    "streams early": [streams_early],
-    "Triton early": [triton_early],
-    "early": EARLY,
-    "early, not held": [*EARLY, not_held],
-    "early, one in a cluster": [*EARLY, one_in_a_cluster],
-    "early, eight in clusters": [*EARLY, eight_in_clusters],
-    "early, by a launch": [*EARLY, by_a_launch],
-    "early, divided": [*EARLY, divided],
+    "placed at once": [placed_at_once],
+    "divided by four": [divided_by_four],
     "by a launch": [by_a_launch],
-    "eight in clusters": [eight_in_clusters],
-    "fused": [fused],
 }
 LONG = ("kernels us", "timeline")
 
 
+def tables_of(model: DeepseekV4, arch: str) -> RopeTables:
+    return RopeTables(model.config, model.tables.main.device, arch=arch)
+
+
 def plain(model: DeepseekV4) -> None:
-    device_streams.CLUSTER_LEAST, device_streams.CLUSTER_ROWS = 2, 4
-    device_streams.HELD_ROWS, device_streams.EARLY = 1, False
-    triton_common.EARLY = triton_common.Kernel.fusion = False
-    triton_attention.PROGRAMS_EACH = 4
+    model.tables = tables_of(model, "reference")
+    triton_attention.PROGRAMS_EACH = PROGRAMS_EACH
     for layer in model.layers:
         layer.ffn.unsummed = True
 
@@ -207,7 +176,7 @@ def main() -> None:
                 entry[f"{seqs} x {rows} left otherwise"] = differences(states, case)
             replay = partial(rig.replay, Shape(num_seqs=1, num_rows=1, context=CONTEXT))
             entry["timeline"] = timeline(replay)
-            if name in ("plain", "early"):
+            if name in ("plain", "placed at once"):
                 kernels = profile_kernels(replay)
                 entry["launches"] = sum(kernel.num_launches for kernel in kernels)
                 entry["kernels us"] = {k.name[:60]: round(k.time_us, 1) for k in kernels[:24]}

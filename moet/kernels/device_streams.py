@@ -25,9 +25,6 @@ STEP_SHARED, TILE_SHARED = (9 * PARTS + 4) * 4, 24 * MULT * BLOCK * 4
 STEP_GROUPS = 4  # of rows, which read the weights once each
 TILE_PASS = 32  # rows that the warps of a CTA take at once
 CLUSTER_CTAS, CLUSTER_DIM, CLUSTER_SHARED = 16, 4096, 4096  # of a row, on sm90a
-CLUSTER_LEAST, CLUSTER_ROWS = 2, 4
-HELD_ROWS = 1
-EARLY = False  # whether the kernel behind may begin before the one ahead has ended
 
 POINTERS = (
     "y streams post mix fn base scale weight mixed partial counters x codes code_scale next_post "
@@ -43,7 +40,6 @@ class StreamsArgs(ctypes.Structure):
         ("peers", PeerArgs),
         *((name, ctypes.c_void_p) for name in ("parts", "part_weights", "shared", "expert_ids")),
         ("top_k", ctypes.c_int),
-        ("early", ctypes.c_int),
     ]
 
 
@@ -153,12 +149,10 @@ def _fill(args: StreamsArgs, mixture: Mixture) -> None:
 def _launch(device: Device, args: StreamsArgs) -> None:
     """Sums over blocks of channels, then rows: in one launch if they are few."""
     launcher, blocks = device.launcher, args.dim // BLOCK
-    args.early = EARLY
-    least = 1 if args.peers.ranks else CLUSTER_LEAST  # a cluster's few warps wait for other ranks
-    if least <= args.rows <= CLUSTER_ROWS and _has_clusters(device, args):
+    fused = args.rows <= FUSED_ROWS
+    if fused and _has_clusters(device, args):
         _run_clusters(device, args)
         return
-    fused = args.rows <= FUSED_ROWS
     if fused:
         args.counters = device.counters.data_ptr()
     if args.rows <= TILED_ROWS or args.outs != MULT * (2 + MULT):
@@ -183,7 +177,9 @@ def _launch(device: Device, args: StreamsArgs) -> None:
 
 
 def _has_clusters(device: Device, args: StreamsArgs) -> bool:
-    return device.arch == "sm90a" and args.dim == CLUSTER_DIM
+    """Of a row alone only if other ranks are waited for, which a cluster's few warps do."""
+    several = args.rows > 1 or args.peers.ranks > 0
+    return several and device.arch == "sm90a" and args.dim == CLUSTER_DIM
 
 
 def _run_clusters(device: Device, args: StreamsArgs) -> None:
@@ -203,7 +199,7 @@ def _step_kernel(args: StreamsArgs) -> str:
     """One row's CTAs are few enough to hold what they finish with from the start."""
     if args.peers.ranks:
         return "streams_step_summed"
-    held = "_held" if args.rows <= HELD_ROWS else ""
+    held = "_held" if args.rows == 1 else ""
     return f"streams_step{held}{'_mixed' if args.parts else ''}"
 
 

@@ -46,7 +46,7 @@ KEYS = 64  # of a tile
 HEADS_EACH = {"sm90a": 64, "sm120a": 32}  # of one program: the rows of its matrix instructions
 HEADS_JOINED = 1  # of one program that joins tiles
 SPLIT_TILES = 64  # up to so many tiles in all, a tile's sums are divided among programs
-PROGRAMS_EACH = 4
+PROGRAMS_EACH = {16: 8, SPLIT_TILES: 4}  # of a tile, up to so many tiles
 TILES_AHEAD = 8  # whose sums such a program reads at once
 MAX_PARTS = 1024  # tiles whose sums wait in memory at a time; 128 KiB each at released sizes
 
@@ -230,6 +230,12 @@ def join(
         tl.store(out + head * DIM + d[None, :], value, mask=real[:, None])
 
 
+def _programs_each(num_tiles: int, dim: int) -> int:
+    """How many programs divide a tile's sums, so that few tiles fill a chip."""
+    fitting = (each for most, each in PROGRAMS_EACH.items() if num_tiles <= most)
+    return min(next(fitting, 1), dim // 64)
+
+
 def _launch(
     q: Tensor,
     sink: Tensor,
@@ -259,9 +265,7 @@ def _launch(
     most_heads = HEADS_EACH[device_arch(q.device) if q.is_cuda else "sm90a"]
     heads = min(most_heads, max(16, triton.next_power_of_2(num_heads)))
     parts = 0 if whole else num_rows * num_tiles * num_heads
-    split = 1
-    if not whole and num_rows * num_tiles <= SPLIT_TILES:
-        split = min(PROGRAMS_EACH, dim // 64)
+    split = 1 if whole else _programs_each(num_rows * num_tiles, dim)
     part_acc = torch.empty(parts * dim, dtype=torch.float32, device=q.device)
     part_sum = torch.empty(parts * 2, dtype=torch.float32, device=q.device)
     ring, paged = fp8_form(window), fp8_form(entries or window)

@@ -19,25 +19,20 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 CODED_ROWS = 256  # steps of more rows are multiplied in tiles that round their inputs themselves
 
 
-EARLY = False  # whether the kernel behind may begin before the one ahead has ended
-
-
-def overlap(like: Tensor) -> dict[str, int]:
+def overlap(like: Tensor) -> dict[str, bool]:
     """How a kernel that calls `begin` is launched: on a GPU while the one ahead may still run."""
-    return {"OVERLAP": like.is_cuda * (2 if EARLY else 1), "launch_pdl": like.is_cuda}
+    return {"OVERLAP": like.is_cuda, "launch_pdl": like.is_cuda}
 
 
 class Kernel:
     """A kernel whose roundings are those that its text says. Left to the compiler, a product and a
     sum become one here and not there, and not alike in all kernels that share a row's bits."""
 
-    fusion = False
-
     def __init__(self, function: Callable[..., None], unspecialised: Sequence[str]) -> None:
         self.jit = triton.jit(function, do_not_specialize=unspecialised)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
-        return partial(self.jit[grid], enable_fp_fusion=self.fusion)
+        return partial(self.jit[grid], enable_fp_fusion=False)
 
 
 def kernel(
@@ -51,13 +46,14 @@ def kernel(
 
 @triton.jit
 def begin(OVERLAP: tl.constexpr):
-    """Comes first in a kernel: what the one ahead wrote is there, and the next one may come."""
-    if OVERLAP == 2:
-        gdc_launch_dependents()
+    """Comes first in a kernel: the next one may come, and what the one ahead wrote is there.
+
+    The next one may read weights, but nothing that kernels write, before it has waited for the end
+    of this one; then all that came before has ended, too.
+    """
     if OVERLAP:
-        gdc_wait()
-    if OVERLAP == 1:
         gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit

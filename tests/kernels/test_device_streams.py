@@ -182,7 +182,7 @@ def test_a_cluster_has_the_bits_of_a_grid(
     run = hc_pass.bind(arch=device.arch, dim=dim, **FACTS)
     others = streams, post, mix, MixMatrix(weights[0], device), *weights[1:]
     with monkeypatch.context() as without:
-        without.setattr(device_streams, "CLUSTER_ROWS", 0)
+        without.setattr(device_streams, "_has_clusters", lambda *_: False)
         wanted = run(given if form == "mixed" else y, *others, **HC, num_iters=20)
     for a, b in zip(run(given, *others, **HC, num_iters=20), wanted, strict=True):
         if isinstance(a, Activations):

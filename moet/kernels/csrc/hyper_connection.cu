@@ -45,14 +45,7 @@ struct StreamsArgs {
   const uint16_t* shared;     // [rows, dim]
   const int64_t* expert_ids;  // [rows, top_k]; a first one below 0: the row has no parts
   int top_k;                  // at most MAX_PARTS
-  int early;                  // the next kernel may begin before the last one has ended
 };
-
-DEVICE void begin(const StreamsArgs& p) {
-  if (p.early) let_next_kernel_start();
-  wait_for_previous_kernel();
-  if (!p.early) let_next_kernel_start();
-}
 
 DEVICE float low(uint32_t pair) { return bits_float(pair << 16); }
 DEVICE float high(uint32_t pair) { return bits_float(pair & 0xFFFF0000u); }
@@ -349,7 +342,8 @@ DEVICE void run_step(const StreamsArgs& p) {
     if (multiplies) fn[k] = *reinterpret_cast<const uint4*>(p.fn + (uint64_t(out) * MULT + k) * p.dim + channel);
   SiteValues<HELD> site;
   if constexpr (HELD) site = load_site(p);
-  begin(p);
+  wait_for_previous_kernel();
+  let_next_kernel_start();
   if (multiplies) {
     for (int row = first; row < last; row++) {
       const uint16_t* streams = p.streams + uint64_t(row) * MULT * p.dim + channel;
@@ -478,7 +472,8 @@ DEVICE void run_cluster(const StreamsArgs& p) {
       weight[g][0] = from[0], weight[g][1] = from[1];
     }
   }
-  begin(p);
+  wait_for_previous_kernel();
+  let_next_kernel_start();
   if constexpr (SUMMED) {
     if (warp < 2) {  // one for each block: what others push is looked for once
       int channel = (warp * CLUSTER_CTAS + rank) * BLOCK + lane * 4, place = (row * p.dim + channel) / 4;
@@ -665,7 +660,8 @@ KERNEL(TILE_THREADS, 1) streams_tiles(GRID_CONSTANT StreamsArgs p) {
   int first = blockIdx.y * p.rows_each, last = first + p.rows_each < p.rows ? first + p.rows_each : p.rows;
   for (int i = threadIdx.x; i < MAX_OUTS * MULT * 32; i += TILE_THREADS)
     fn[i] = *reinterpret_cast<const uint4*>(p.fn + uint64_t(i >> 5) * p.dim + block * BLOCK + (i & 31) * 4);
-  begin(p);
+  wait_for_previous_kernel();
+  let_next_kernel_start();
   sync_threads();
   uint2 old[TILE][MULT], y[TILE] = {};
   int row = first + warp * TILE;
@@ -715,7 +711,8 @@ LAUNCHABLE(streams_tiles, StreamsArgs, TILE_THREADS)
 
 // A CTA a row: what streams_tiles left.
 KERNEL(STEP_THREADS, 3) streams_finish(GRID_CONSTANT StreamsArgs p) {
-  begin(p);
+  wait_for_previous_kernel();
+  let_next_kernel_start();
   finish_row(p, blockIdx.x, reinterpret_cast<float*>(dynamic_shared()), SiteValues<false>());
 }
 LAUNCHABLE(streams_finish, StreamsArgs, STEP_THREADS)

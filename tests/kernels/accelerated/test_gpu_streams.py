@@ -79,7 +79,7 @@ def test_forms_of_few_rows_have_the_same_bits(
     post, mix = torch.rand(num_rows, 4, device=device), torch.rand(num_rows, 4, 4, device=device)
     run = hc_pass.bind(arch=gpu.arch, mult=4, dim=DIM, placed=True)
     with monkeypatch.context() as without:
-        without.setattr(device_streams, "CLUSTER_ROWS", 0)
+        without.setattr(device_streams, "_has_clusters", lambda *_: False)
         want = run(y, streams, post, mix, MixMatrix(fn, gpu), *rest, **HC, num_iters=20)
     for given in (y, Mixture(parts, shared, None, ids, lambda: y)):
         found = run(given, streams, post, mix, MixMatrix(fn, gpu), *rest, **HC, num_iters=20)
