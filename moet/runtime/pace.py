@@ -11,6 +11,7 @@ LONGEST_S = 0.09  # of a step that carries prefills, if what it may cost on aver
 WORTH = 1.25  # times the least chunk: less would save little, for most of its time is no row's
 SMOOTHING = 0.2  # weight of the newest measurement
 PART_S = 0.008  # of a step, that parts of a divided pass may take in any case
+FEW_PARTS = 4  # whatever they were thought to take, twice as many do no harm
 CREDIT = 2  # steps whose allowance may be taken later: what is measured is known so many late
 
 
@@ -54,7 +55,7 @@ class PrefillPace:
             return 1
         longest_s = max(PART_S, self._allowance(alone_s) - self.debt_s)
         wanted = int(longest_s / max(part_s, 1e-9))
-        return min(max(1, wanted), 2 * self._last_parts)
+        return min(max(1, wanted), 2 * max(self._last_parts, FEW_PARTS))
 
     def _nearest_alone_s(self, num_decoding: int) -> float | None:
         """Time of a step of about so many decoding sequences; None if none was measured."""
