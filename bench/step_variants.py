@@ -26,7 +26,8 @@ from moet.bench.device_rig import DeviceRig
 from moet.bench.device_step import profile_kernels
 from moet.bench.rig import Shape
 from moet.config import ModelSettings
-from moet.kernels import triton_attention
+from moet.kernels import triton_attention, triton_rows
+from moet.kernels.device_gemm import PackedGroups
 from moet.models.deepseek_v4 import DeepseekV4, RopeTables
 from moet.models.dummy import DummyOptions
 from moet.models.synthetic import MODEL_NAME
@@ -37,7 +38,6 @@ from moet.runtime.queues import CudaGraphs, CudaQueue
 SHAPES = ((1, 1), (1, 3), (8, 1))
 NUM_SEQS = max(seqs for seqs, _ in SHAPES)
 CONTEXT = 1024
-PROGRAMS_EACH = triton_attention.PROGRAMS_EACH
 Change = Callable[[DeepseekV4], None]
 
 
@@ -57,13 +57,52 @@ def divided_by_four(model: DeepseekV4) -> None:
     triton_attention.PROGRAMS_EACH = {triton_attention.SPLIT_TILES: 4}
 
 
+def joined_at_once(model: DeepseekV4) -> None:
+    """A program that joins tiles reads sixteen of them at once."""
+    triton_attention.TILES_AHEAD = 16
+
+
+def heads_in_fours(model: DeepseekV4) -> None:
+    """A program brings four heads to unit size and turns them."""
+    triton_rows.HEADS_EACH = 4
+
+
+def heads_in_twos(model: DeepseekV4) -> None:
+    """Two heads."""
+    triton_rows.HEADS_EACH = 2
+
+
+def groups_in_one_slice(model: DeepseekV4) -> None:
+    """A CTA has all columns of a tile of the groups' product: other bits."""
+    PackedGroups.slices = lambda self: 1  # type: ignore[method-assign]
+
+
+def groups_in_four_slices(model: DeepseekV4) -> None:
+    """A quarter of them: other bits."""
+    PackedGroups.slices = lambda self: 4  # type: ignore[method-assign]
+
+
 VARIANTS: dict[str, list[Change]] = {
     "plain": [],
     "plain again": [],
     "placed at once": [placed_at_once],
     "divided by four": [divided_by_four],
+    "joined at once": [joined_at_once],
+    "heads in fours": [heads_in_fours],
+    "heads in twos": [heads_in_twos],
+    "groups in one slice": [groups_in_one_slice],
+    "groups in four slices": [groups_in_four_slices],
     "by a launch": [by_a_launch],
 }
+KEPT = [
+    (place, name, getattr(place, name))
+    for place, name in (
+        (triton_attention, "PROGRAMS_EACH"),
+        (triton_attention, "TILES_AHEAD"),
+        (triton_rows, "HEADS_EACH"),
+        (PackedGroups, "slices"),
+    )
+]
 LONG = ("kernels us", "timeline")
 
 
@@ -73,7 +112,8 @@ def tables_of(model: DeepseekV4, arch: str) -> RopeTables:
 
 def plain(model: DeepseekV4) -> None:
     model.tables = tables_of(model, "reference")
-    triton_attention.PROGRAMS_EACH = PROGRAMS_EACH
+    for place, name, value in KEPT:
+        setattr(place, name, value)
     for layer in model.layers:
         layer.ffn.unsummed = True
 
