@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import logging
 import sys
 import traceback
@@ -27,7 +26,6 @@ from time import perf_counter
 
 import torch
 
-from bench import step_variants
 from bench.gpu import check_parts, open_gpu
 from moet.bench.device_rig import DeviceRig, StepTimes
 from moet.bench.device_step import OpRecorder, profile_kernels, read_rate, time_ops
@@ -417,7 +415,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--beside", type=int, default=BESIDE_TOKENS, help="of the long prompt")
     parser.add_argument("--eager", action="store_true", help="capture no graphs, to find faults")
     parser.add_argument("--experts", choices=FORMS, help="how up to 8 rows run")
-    parser.add_argument("--variants", type=Path, help="of step_variants: run as its best one does")
     parser.add_argument("--commit", default="", help="what to call the sources that are measured")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
@@ -440,11 +437,6 @@ def main() -> None:
     with watching(recorder.watch):
         options = DummyOptions(seed=SEED, skew=SKEW)
         made = dummy_model(raw, settings, device, num_spec_tokens=NUM_DRAFTS, options=options)
-    variant = "plain"
-    if args.variants and args.variants.exists():
-        variant = step_variants.best(json.loads(args.variants.read_text()))
-        for change in step_variants.VARIANTS[variant]:
-            change(made.model)  # type: ignore[arg-type]
     torch.cuda.synchronize()
     weights_bytes = torch.cuda.memory_allocated()
     bench = Bench(
@@ -455,7 +447,6 @@ def main() -> None:
             "model": f"{MODEL_NAME}, {raw['num_hidden_layers']} layers, w2, fp8 KV, dummy weights "
             f"of seed {SEED} and skew {SKEW} (moet/models/dummy.py)",
             "weights_bytes": weights_bytes,
-            "variant": f"{variant} (bench/step_variants.py)",
         },
     )
     note = f"{weights_bytes / GIB:.1f} GiB"
