@@ -35,8 +35,10 @@ clean:
 TORCH = $(shell $(BIN)/python -c "import torch" 2>/dev/null || command -v nvidia-smi >/dev/null \
 	|| echo torch==2.13.0)
 
+EXTRA = $(shell command -v nvidia-smi >/dev/null && echo "[cuda]")
+
 .venv/installed: pyproject.toml | .venv/bin/python
-	$(BIN)/python -m pip install -q $(TORCH) -e .
+	$(BIN)/python -m pip install -q $(TORCH) -e ".$(EXTRA)"
 	touch $@
 
 # What tests import of thousands of files is compiled when they do, once for all their processes.

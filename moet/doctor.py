@@ -18,7 +18,7 @@ from moet.kernels.gemm import matmul
 
 PACKAGES = ("torch", "safetensors", "tokenizers", "msgspec", "pyzmq", "fastapi", "uvicorn")
 PINNED_BYTES = 1 << 30
-OPTIONAL_PACKAGES = ("triton", "cuda-bindings", "flashinfer-python")
+OPTIONAL_PACKAGES = ("triton", "cuda-bindings")
 
 
 def report() -> dict[str, Any]:

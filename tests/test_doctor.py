@@ -50,6 +50,11 @@ def test_a_damaged_kernel_is_named_without_its_folder(tmp_path: Path) -> None:
     assert f"there are no kernels for {arch}; reinstall" in probes.cubin_problems(copied)
 
 
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    assert "pip install 'moet[cuda]'" in probes.kernel_self_test(torch.device("cuda"))
+
+
 def test_a_probe_that_hangs_is_killed() -> None:
     began = time.monotonic()
     outcome = probes.outcome_of([sys.executable, "-c", "import time; time.sleep(600)"], 0.2)

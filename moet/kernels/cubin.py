@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from moet.errors import CubinError
+from moet.errors import CubinError, KernelError
 
 MOST_CONFIGS = 4096
 PORTABLE_CLUSTER = 8  # CTAs
@@ -81,8 +81,11 @@ class Kernels:
     """
 
     def __init__(self, device: torch.device, root: Path | None = None) -> None:
-        from cuda.bindings import driver  # type: ignore[import-untyped,unused-ignore]
-
+        try:
+            from cuda.bindings import driver  # type: ignore[import-untyped,unused-ignore]
+        except ImportError:
+            message = "cuda-python is not installed; run: pip install 'moet[cuda]'"
+            raise KernelError(message) from None
         self._driver: Any = driver
         self._root = root or folder()
         self.device = device
