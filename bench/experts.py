@@ -49,10 +49,6 @@ from moet.runtime.experts.gpu import CachedExperts, HostSide
 from moet.runtime.experts.layer_stream import LayerStream
 
 WARM_STEPS, STEPS = 60, 200
-DISK_CASES = (  # hits aimed at, the skew of them if it was not looked for, steps: warming up, timed
-    (0.987, 2.531, 2500, 1500),
-    (0.96, 1.781, 120, 300),
-)
 TOKENS_A_STEP = {1: 1.0, 3: 2.6}  # rows of a step -> tokens that it yields
 LARGE_POOL, SMALL_POOL = 0.193, 0.152  # of all rows: 14 and 11 GiB of 72.6
 WHOLE_MODEL = 43  # layers
@@ -475,21 +471,7 @@ def over_disk(bench: Bench) -> Results:
     }
     print(found, flush=True)
     small = first_layers(bench.rig, bench.disk_layers)
-    for rate, skew, warm_steps, num_steps in DISK_CASES:
-        skew = bench.skews.get((1, rate), skew)
-        case = over_a_file(
-            small,
-            bench.host,
-            path,
-            skew,
-            LARGE_POOL,
-            warm_steps=warm_steps,
-            num_steps=num_steps,
-        )
-        share, aim = case["share %"], 100 * rate
-        name = f"arena of {share:.0f} % of the rows over a disk, warm, {aim:.1f} % aimed at"
-        found[name] = case
-        print(name, case, flush=True)
+    found |= over_a_file(small, bench.host, path, LARGE_POOL)
     return found
 
 
