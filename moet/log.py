@@ -37,6 +37,7 @@ def set_up(*, level: str = "INFO", json_lines: bool | None = None) -> None:
 
         handler = RichHandler(console=Console(stderr=True), show_path=False, rich_tracebacks=False)
         handler.setFormatter(logging.Formatter("%(name)s: %(message)s", datefmt="[%X]"))
+    logging.getLogger("uvicorn").handlers[:] = [handler]  # its warnings are lines of this log
     root = logging.getLogger("moet")
     root.handlers[:] = [handler]
     root.setLevel(level.upper())

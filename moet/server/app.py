@@ -91,6 +91,9 @@ def create_app(engine: Engine, config: ServerConfig) -> FastAPI:
     for method, routes in (("POST", posts), ("GET", gets)):
         for path, handler in routes.items():
             app.add_api_route(path, _guarded(handler), methods=[method], name=handler.__name__)
+    for probe in (status.health, status.ready):  # as routers and monitors ask
+        path = f"/{probe.__name__}"
+        app.add_api_route(path, _guarded(probe), methods=["HEAD"], include_in_schema=False)
     app.openapi = lambda: openapi(app, BODIES)  # type: ignore[method-assign]
     return app
 

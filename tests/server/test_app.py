@@ -42,6 +42,8 @@ def test_state_routes() -> None:
     with serving() as api:
         assert api.get("/health").json() == {"status": "ok"}
         assert api.get("/ready").json()["status"] == "ready"
+        for path in ("/health", "/ready"):
+            assert api.request("HEAD", path).status_code == 200
         assert api.get("/version").json() == {"version": __version__}
         [card] = api.get("/v1/models").json()["data"]
         assert (card["id"], card["max_model_len"]) == (MODEL, 4096)
