@@ -26,7 +26,7 @@ from moet.bench.device_rig import DeviceRig
 from moet.bench.device_step import profile_kernels
 from moet.bench.rig import Shape
 from moet.config import ModelSettings
-from moet.kernels import triton_attention, triton_rows
+from moet.kernels import device_streams, triton_attention, triton_rows
 from moet.kernels.device_gemm import PackedGroups
 from moet.models.deepseek_v4 import DeepseekV4, RopeTables
 from moet.models.dummy import DummyOptions
@@ -55,6 +55,11 @@ def placed_at_once(model: DeepseekV4) -> None:
 def divided_by_four(model: DeepseekV4) -> None:
     """A tile's sums of attention are divided among four programs however few tiles there are."""
     triton_attention.PROGRAMS_EACH = {triton_attention.SPLIT_TILES: 4}
+
+
+def eight_mixed(model: DeepseekV4) -> None:
+    """Streams sum the experts' outputs of up to eight rows."""
+    device_streams.MIXED_ROWS = 8
 
 
 def joined_at_once(model: DeepseekV4) -> None:
@@ -87,6 +92,7 @@ VARIANTS: dict[str, list[Change]] = {
     "plain again": [],
     "placed at once": [placed_at_once],
     "divided by four": [divided_by_four],
+    "eight mixed": [eight_mixed],
     "joined at once": [joined_at_once],
     "heads in fours": [heads_in_fours],
     "heads in twos": [heads_in_twos],
@@ -97,6 +103,7 @@ VARIANTS: dict[str, list[Change]] = {
 KEPT = [
     (place, name, getattr(place, name))
     for place, name in (
+        (device_streams, "MIXED_ROWS"),
         (triton_attention, "PROGRAMS_EACH"),
         (triton_attention, "TILES_AHEAD"),
         (triton_rows, "HEADS_EACH"),

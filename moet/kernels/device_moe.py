@@ -14,12 +14,12 @@ from moet.errors import UnsupportedError
 from moet.kernels import (
     decode_experts,
     device_gemm,
+    device_streams,
     paired_experts,
     prefill_gemm,
     stream_experts,
 )
 from moet.kernels.device_gemm import Device, PackedMatrix
-from moet.kernels.device_streams import FUSED_ROWS
 from moet.kernels.layout import ExpertRows
 from moet.kernels.mixture import MAX_CHOICES, Mixture
 from moet.kernels.moe import ExpertTable, swiglu
@@ -84,7 +84,7 @@ def moe(
         and paired_experts.fits(device.launcher, pool, expert)
     ):
         few = _few(x, token_ids, positions, router, table, pool, expert, limit, weigh_output)
-        readable = x.num_rows <= FUSED_ROWS and router.top_k <= MAX_CHOICES
+        readable = x.num_rows <= device_streams.MIXED_ROWS and router.top_k <= MAX_CHOICES
         return few if on_read and readable else few.add()
     few_enough = x.num_rows <= device_gemm.STREAM_ROWS
     if few_enough:

@@ -18,6 +18,7 @@ from moet.kernels.stream_gemm import pointer
 MULT, BLOCK, PARTS = 4, 128, 32
 MAX_DIM = 4096
 FUSED_ROWS = 4  # of one launch; a row's last CTA finishes it alone, so more rows get another
+MIXED_ROWS = 4  # up to here the experts' outputs are summed on their way in
 CODED_ROWS = 256  # steps of more rows are multiplied in tiles that round their inputs themselves
 TILED_ROWS = 64  # beyond, a CTA has rows enough to read its part of fn only once
 STEP_THREADS, TILE_THREADS = 288, 256
@@ -72,7 +73,8 @@ class Site:
 class Pending:
     """What is not in the streams yet: y [n, dim] of a sublayer, its post [n, 4], mix [n, 4, 4].
 
-    y may be a rank's part, or a mixture's parts, of at most FUSED_ROWS rows."""
+    y may be a rank's part, of at most FUSED_ROWS rows, or a mixture's parts, of at most MIXED_ROWS.
+    """
 
     y: Tensor | RankPart | Mixture
     post: Tensor
@@ -128,7 +130,7 @@ def collapse(
             assert num_rows <= FUSED_ROWS
             args.peers, given = given.links.arguments(), given.part
         if isinstance(given, Mixture):
-            assert num_rows <= FUSED_ROWS
+            assert num_rows <= MIXED_ROWS
             _fill(args, given)
         else:
             y = given.contiguous()
