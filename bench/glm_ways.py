@@ -9,36 +9,20 @@ from typing import Any
 
 from bench.lone_rank import LoneComm
 from bench.timeline import Moment, by_name, one_layer
-from moet.kernels import join_norm, triton_mla_attention
+from moet.kernels import triton_mla_attention
 from moet.models.glm_moe_dsa import GlmMoeDsa
 from moet.models.sharding import Comm
 from moet.runtime.parallel.device import DeviceComm
 
-_ALL = {
-    "JOINED": True,
-    "placed": True,
-    "unsummed": True,
-    "on_read": True,
-    "EAGER": True,
-    "PROGRAMS_EACH": 4,
-}
 WAYS: dict[str, dict[str, Any]] = {
     "as bound": {},
-    "cluster norms": {"placed": True},
-    "cluster norms that sum experts": {"placed": True, "unsummed": True},
-    "eager tiles": {"EAGER": True},
-    "eager tiles in 4 programs": {"EAGER": True, "PROGRAMS_EACH": 4},
-    "tiles joined at once": {"JOINED": True},
-    "all": _ALL,
-    "all and 16 MiB fetched": {**_ALL, "FETCHED_BYTES": 16 << 20},
-    "all and 32 MiB fetched": {**_ALL, "FETCHED_BYTES": 32 << 20},
+    "sums by launches": {"unsummed": False, "on_read": False},
+    "16 MiB fetched": {"FETCHED_BYTES": 16 << 20},
+    "32 MiB fetched": {"FETCHED_BYTES": 32 << 20},
 }
 
 
-BOUND = {
-    name: getattr(triton_mla_attention, name)
-    for name in ("JOINED", "EAGER", "PROGRAMS_EACH", "TILES_JOINED", "HEADS_APART", "FETCHED_BYTES")
-}
+BOUND = {name: getattr(triton_mla_attention, name) for name in ("HEADS_APART", "FETCHED_BYTES")}
 
 
 def take_way(model: object, comm: Comm, way: dict[str, Any]) -> None:
@@ -46,18 +30,12 @@ def take_way(model: object, comm: Comm, way: dict[str, Any]) -> None:
     assert isinstance(model, GlmMoeDsa)
     for name, bound in BOUND.items():
         setattr(triton_mla_attention, name, way.get(name, bound))
-    layers, norms = list(model.layers), [model.norm]
-    if model.mtp is not None:
-        layers.append(model.mtp.layer)
-        norms.append(model.mtp.norm)
-    for norm in (*norms, *(n for layer in layers for n in (layer.input_norm, layer.post_norm))):
-        assert norm is not None
-        norm.bind(placed=way.get("placed", join_norm.PLACED))
+    layers = [*model.layers, *([] if model.mtp is None else [model.mtp.layer])]
     for layer in layers:
         if layer.moe is not None:
-            layer.moe.unsummed = way.get("unsummed", False)
+            layer.moe.unsummed = way.get("unsummed", True)
     if isinstance(comm, LoneComm | DeviceComm):
-        comm.sums_on_read = way.get("on_read", False)
+        comm.sums_on_read = way.get("on_read", True)
 
 
 def tell_timeline(

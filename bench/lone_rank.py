@@ -25,7 +25,7 @@ class LoneComm(Alone):
         turns, limit_ns = torch.zeros(CTAS, dtype=torch.int32, device=where), torch.ones(1).long()
         window = (self.window.data_ptr(),)
         self.links = PeerLinks(device.launcher, window, 0, MAX_BYTES, turns, device.error, limit_ns)
-        self.sums_on_read = False
+        self.sums_on_read = True
 
     def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         x = x.contiguous()

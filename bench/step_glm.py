@@ -17,7 +17,6 @@ import argparse
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -173,7 +172,7 @@ def variant_rows(
 ) -> None:
     """Ways to run a decode step side by side: what they take, and whose logits are the same."""
     ids = torch.randint(0, made.model.vocab_size, (CONTEXT + 7,))
-    first: dict[bool, Tensor] = {}  # by whether norms sum in the cluster's order
+    first: Tensor | None = None
     for what, way in WAYS.items():
         with bench.part(f"variant: {what}"):
             take_way(made.model, shard.comm, way)
@@ -183,10 +182,9 @@ def variant_rows(
                 logits.append(steps.run(ids[start : start + size], start))
                 start += size
             found = torch.cat(logits)
-            like = first.setdefault(bool(way.get("placed")), found)
-            note = f"{int((found != like).any(1).sum())} of {len(found)} rows differ"
-            off = float((found - next(iter(first.values()))).abs().max())
-            note += f"; {off:.4f} from the first way; fault {int(device.error)}"
+            first = found if first is None else first
+            num_off = int((found != first).any(1).sum())
+            note = f"{num_off} of {len(found)} rows differ; fault {int(device.error)}"
             device.error.zero_()
             rig = rig_of(made, device, num_seqs=8, longest=2048)
             for num_seqs, num_rows in ((1, 1), (1, 3), (8, 1)):
@@ -235,38 +233,41 @@ def decode_rows(bench: Bench, rig: DeviceRig, layers: int, num_steps: int) -> No
             bench.add(case, times.step_ms, "ms/step", note=note)
 
 
-def chunk_rows(bench: Bench, rig: DeviceRig, layers: int, ranks: int) -> None:
-    """A prompt of one chunk, its attention by tiles and by the kernels of chunks, and what each of
-    its kernels takes; the state's bits, and the memory that it needs."""
-    kept = device_latents.MANY_ROWS, device_latents.FEW_HEADS
+def chunk_rows(
+    bench: Bench, rig: DeviceRig, made: DummyModel, device: Device, layers: int, ranks: int
+) -> None:
+    """A prompt of one chunk, its attention by the kernels of chunks and, of whole heads, by tiles;
+    whether logits and state are the same, the memory that it needs and what its kernels take."""
+    ids = torch.randint(0, made.model.vocab_size, (PROMPT,))
     label = f"chunk of {PROMPT}, {ranks} ranks"
-    ways = {"tiles": (1 << 30, 0), "heads as rows": (kept[0], 0)}
-    if ranks > 1:
-        ways["heads as columns"] = kept
+    first: list[Tensor] = []
+    kept = device_latents.MANY_ROWS, device_latents.AHEAD
+    ways = {"chunk kernel": (kept[0], False), "chunk kernel, keys ahead": (kept[0], True)}
+    if ranks == 1:
+        ways["tiles"] = (1 << 30, False)
     for name, way in ways.items():
         with bench.part(f"{label}, {name}"):
-            device_latents.MANY_ROWS, device_latents.FEW_HEADS = way
+            device_latents.MANY_ROWS, device_latents.AHEAD = way
+            steps = Steps(made, device, PROMPT)
+            found = [steps.run(ids, 0), *steps.kv.values()]
+            first = first or found
+            num_off = sum(int((a != b).sum()) for a, b in zip(first, found, strict=True))
+            note = f"{num_off} values of logits and state differ; "
             rig.time_prompt(PROMPT, PROMPT)
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             taken_ms = 1e3 * median(rig.time_prompt(PROMPT, PROMPT) for _ in range(3))
             peak = torch.cuda.max_memory_allocated() - before
-            note = f"{taken_ms:.1f} ms; {taken_ms / layers:.2f} ms a layer; bits {bits(rig):x}; "
+            note += f"{taken_ms:.1f} ms; {taken_ms / layers:.2f} ms a layer; "
             note += f"{peak / GIB:.3f} GiB above the rest, {peak / PROMPT:.0f} B a token"
             rate = PROMPT / taken_ms * 1e3
             bench.add(f"{label}, {name}", rate, "tokens/s", better="higher", note=note)
             kernels = profile_kernels(lambda: rig.time_prompt(PROMPT, PROMPT), 1)
-            for kernel in kernels[:32]:
+            for kernel in kernels[:20]:
                 case = kernel.name.replace("(anonymous namespace)::", "")[:60]
                 note = f"{kernel.num_launches:.0f} launches"
                 bench.add(f"{label}, {name}: {case}", kernel.time_us / 1e3, "ms", note=note)
-    device_latents.MANY_ROWS, device_latents.FEW_HEADS = kept
-
-
-def bits(rig: DeviceRig) -> int:
-    """A sum over the state that a changed bit changes."""
-    sums = [tensor.view(torch.int64).sum() for tensor in rig.kv.tensors.values()]
-    return int(torch.stack(sums).sum()) & 0xFFFFFFFFFFFF
+    device_latents.MANY_ROWS, device_latents.AHEAD = kept
 
 
 def long_rows(bench: Bench, rig: DeviceRig, num_steps: int) -> None:
@@ -301,13 +302,7 @@ def rig_rows(
         decode_rows(bench, rig, args.layers, args.steps)
     if "timeline" in args.parts:
         timeline_rows(bench, rig, "")
-        for way in ("all",):
-            take_way(made.model, shard.comm, WAYS[way])
-            other = rig_of(made, device, num_seqs=1, longest=2048)
-            for num_rows in (1, 3):
-                timeline_rows(bench, other, f", {way}", num_rows)
-            del other
-        take_way(made.model, shard.comm, {})
+        timeline_rows(bench, rig, "", 3)
     if "ops" in args.parts:
         for num_seqs, num_rows in ((1, 1), (1, 3), (8, 1)):
             shape = Shape(num_seqs=num_seqs, num_rows=num_rows, context=CONTEXT)
@@ -316,7 +311,7 @@ def rig_rows(
         prompt_rows(bench, rig, {8192: None}, 2048)
         prompt_rows(bench, rig, {8192: None}, 8192)
     if "chunk" in args.parts:
-        chunk_rows(bench, rig, args.layers, args.ranks)
+        chunk_rows(bench, rig, made, device, args.layers, args.ranks)
     if "long" in args.parts:
         long_rows(bench, rig, args.steps)
 
@@ -328,7 +323,6 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kv", choices=("fp8", "nvfp4"), default="nvfp4")
     parser.add_argument("--dense", choices=("fp8", "bf16"), default="fp8")
     parser.add_argument("--ranks", type=int, choices=(1, 2, 4), default=1)
-    parser.add_argument("--latent-chunks", action=argparse.BooleanOptionalAction, default=None)
     parser.add_argument("--steps", type=int, default=30, help="timed steps of each row")
     parser.add_argument("--commit", default="", help="what to call the sources that are measured")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -342,8 +336,6 @@ def main() -> None:
     args = arguments()
     torch.manual_seed(0)
     device = open_gpu()
-    if args.latent_chunks is not None:
-        device = replace(device, latent_chunks=args.latent_chunks)
     began_s = perf_counter()
     recorder = OpRecorder()
     tracer = Tracer(recorder)

@@ -20,7 +20,6 @@ from moet.kernels.stream_gemm import pointer
 GROUP, THREADS, WARPS = 128, 256, 8
 MAX_GROUPS = 64
 CODED_ROWS = 256  # steps of more rows are multiplied in tiles that round their inputs themselves
-PLACED = False  # whether models take these kernels
 FEW_ROWS = 32  # up to here a cluster has a row
 SHARED_BYTES = 16 + 4 * MAX_GROUPS
 
@@ -46,16 +45,12 @@ class NormWeight:
     device: Device
 
 
-def fits(dim: int) -> bool:
-    """Whether the kernels take rows of this width."""
-    return dim % GROUP == 0 and dim <= MAX_GROUPS * GROUP
-
-
 def add_rms_norm(
-    x: Tensor, y: Tensor | RankPart | Mixture | None, weight: NormWeight, *, eps: float
+    x: Tensor, y: Tensor | RankPart | Mixture | None, weight: Tensor | NormWeight, *, eps: float
 ) -> tuple[Tensor, Activations]:
     """As norm.add_rms_norm. x: [n, dim] bf16, contiguous."""
     num_rows, dim = x.shape
+    assert isinstance(weight, NormWeight)
     assert x.is_contiguous()
     launcher, few = weight.device.launcher, num_rows <= FEW_ROWS
     links = None

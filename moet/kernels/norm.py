@@ -51,7 +51,7 @@ def add_rms_norm(
     """A sublayer's output joins the residual stream, which is then normed for the next sublayer.
 
     x: [n, dim] fp32 or bf16; y: the same, maybe what ranks have parts of or a mixture that is not
-    summed, or None if nothing joins. weight: [dim] fp32, maybe placed for a GPU's kernel. Returns
+    summed, or None if nothing joins. weight: [dim] fp32; for a GPU placed there. Returns
     x + y, rounded once, and its norm, both in the dtype of x; on a GPU steps of few rows have codes
     of the norm, too, if dim is a multiple of 128.
     """
@@ -64,14 +64,9 @@ def _on_gpu(*, arch: str) -> bool:
     return arch in GPU_ARCHS
 
 
-def _placed(*, arch: str, dim: int, placed: bool) -> bool:
-    return arch in GPU_ARCHS and placed and dim % 128 == 0
-
-
-def _unplaced(*, arch: str, dim: int, placed: bool) -> bool:
-    return arch in GPU_ARCHS and not placed
+def _placed(*, arch: str, dim: int) -> bool:
+    return arch in GPU_ARCHS and dim % 128 == 0 and dim <= 8192
 
 
 rms_norm.impl_in("moet.kernels.triton_rows", "triton", supports=_on_gpu)
 add_rms_norm.impl_in("moet.kernels.join_norm", "cluster", supports=_placed)
-add_rms_norm.impl_in("moet.kernels.triton_mla", "triton", supports=_unplaced)

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # mypy: disable-error-code="import-untyped, attr-defined, misc, assignment"
-# ruff: noqa: RUF005  (tuples of blocks grow by addition: the compiler knows no unpacking)
+
 """Row kernels around latent attention: residual and norm, what is stored of a token, what its heads
 ask for, and the product with a matrix per head. A program has a row, or a tile of outputs whose
 weights meet each row by itself, so that no row meets another."""
@@ -12,14 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moet.kernels import triton_comm
 from moet.kernels.cache import Cache, EntryFormat
-from moet.kernels.comm import RankPart, added
-from moet.kernels.mixture import Mixture
 from moet.kernels.mla_attention import BLOCK, INDEX_NORM_EPS, HeadMatrices, IndexKeys
 from moet.kernels.mla_cache import Fp8IndexKeys, Fp8LatentRows, Nvfp4LatentRows
 from moet.kernels.quant import Activations
-from moet.kernels.triton_comm import sum_of_ranks
 from moet.kernels.triton_common import (
     CODED_ROWS,
     begin,
@@ -38,7 +34,6 @@ OUTPUTS = BLOCK  # of a head's matrix that a program makes: the rows of matrix i
 INPUTS = BLOCK  # of one of its steps
 FEW_ROWS, MANY_ROWS = 16, 64  # columns of matrix instructions
 HEADS_EACH = 16  # that a program turns
-NORM_WARPS = 16  # of a row that is normed
 
 
 @triton.jit
@@ -81,112 +76,6 @@ def norm_groups(
         to = (codes + row * DIM).to(tl.pointer_type(tl.int32))
         real = (g < DIM // 128)[:, None] & (w >= 0)[None, :]
         tl.store(to + g[:, None] * 32 + place[None, :], word, mask=real)
-
-
-@triton.jit
-def rounded_product(a, b, OVERLAP: tl.constexpr):
-    """a * b in fp32, rounded by itself: what adds to it may not take it in."""
-    if OVERLAP:  # on a GPU; the interpreter has no assembler and joins nothing
-        return tl.inline_asm_elementwise(
-            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return a * b
-
-
-@triton.jit
-def sum_of_mixture(
-    y,
-    shared,
-    weights,
-    expert_ids,
-    row,
-    d,
-    DIM: tl.constexpr,
-    TOP_K: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """A row of a mixture at columns d, as combine_experts sums it: choices in order, the shared
-    expert last, rounded to bf16. fp32."""
-    real = d < DIM
-    parts = ()
-    weight = ()
-    for k in tl.static_range(TOP_K):  # all are asked for before any is used
-        parts = parts + (tl.load(y + (row * TOP_K + k) * DIM + d, mask=real, other=0.0),)
-        weight = weight + (tl.load(weights + row * TOP_K + k),)
-    own = tl.load(shared + row * DIM + d, mask=real, other=0.0).to(tl.float32)
-    chosen = tl.load(expert_ids + row * TOP_K) >= 0
-    total = tl.zeros(d.shape, tl.float32)
-    for k in tl.static_range(TOP_K):
-        factor = tl.broadcast_to(weight[k], d.shape)
-        part = rounded_product(parts[k].to(tl.float32), factor, OVERLAP)
-        total = part if k == 0 else total + part
-    total = tl.where(chosen, total, 0.0) + own
-    return total.to(tl.bfloat16).to(tl.float32)
-
-
-@kernel
-def join_and_norm(
-    x,
-    y,
-    shared,
-    part_weights,
-    expert_ids,
-    weight,
-    total,
-    values,
-    codes,
-    scales,
-    eps,
-    window_0,
-    window_1,
-    window_2,
-    window_3,
-    turns,
-    error,
-    limit,
-    capacity,
-    DIM: tl.constexpr,
-    GROUPS: tl.constexpr,
-    RANK: tl.constexpr,
-    RANKS: tl.constexpr,
-    JOINS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    QUANT: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    begin(OVERLAP)
-    row = tl.program_id(0).to(tl.int64)
-    d = grouped_columns(GROUPS)
-    value = tl.load(x + row * DIM + d, mask=d < DIM, other=0.0).to(tl.float32)
-    if JOINS:
-        if TOP_K > 0:
-            value += sum_of_mixture(
-                y, shared, part_weights, expert_ids, row, d, DIM, TOP_K, OVERLAP
-            )
-        elif RANKS > 0:
-            joining = sum_of_ranks(
-                y,
-                row,
-                window_0,
-                window_1,
-                window_2,
-                window_3,
-                turns,
-                error,
-                limit,
-                capacity,
-                DIM,
-                GROUPS * 128,
-                RANK,
-                RANKS,
-            )
-            value += tl.reshape(joining, [GROUPS, 32, 4])
-        else:
-            value += tl.load(y + row * DIM + d, mask=d < DIM, other=0.0).to(tl.float32)
-        value = value.to(total.dtype.element_ty)
-        tl.store(total + row * DIM + d, value, mask=d < DIM)
-        value = value.to(tl.float32)
-    norm_groups(value, weight, values, codes, scales, row, eps, DIM, GROUPS, QUANT)
 
 
 @triton.jit
@@ -551,51 +440,6 @@ def make_queries(
                 INDEX_HEADS,
                 INDEX_DIM,
             )
-
-
-def add_rms_norm(
-    x: Tensor, y: Tensor | RankPart | Mixture | None, weight: Tensor, *, eps: float
-) -> tuple[Tensor, Activations]:
-    num_rows, dim = x.shape
-    if isinstance(y, RankPart) and isinstance(y.part, Mixture):
-        y = added(y)
-    part = y if isinstance(y, RankPart) else None
-    mixture = y if isinstance(y, Mixture) and y.weights is not None else None
-    if mixture is not None:
-        y = mixture.parts
-    elif isinstance(y, Mixture):
-        y = y.add()
-    elif isinstance(y, RankPart):
-        y = y.part
-    quant = num_rows <= CODED_ROWS and dim % 128 == 0
-    total = x if y is None else torch.empty_like(x)
-    values = torch.empty_like(x)
-    made = _coded(values, quant)
-    if num_rows:
-        join_and_norm[(num_rows,)](
-            x,
-            x if y is None else y,
-            x if mixture is None else mixture.shared,
-            weight if mixture is None else mixture.weights,
-            x if mixture is None else mixture.expert_ids,
-            weight,
-            total,
-            values,
-            values if made.codes is None else made.codes,
-            weight if made.scale is None else made.scale,
-            eps,
-            *triton_comm.arguments(part),
-            DIM=dim,
-            GROUPS=_groups(dim),
-            RANK=0 if part is None else part.links.rank,
-            RANKS=0 if part is None else len(part.links.windows),
-            JOINS=y is not None,
-            TOP_K=0 if mixture is None else mixture.top_k,
-            QUANT=quant,
-            num_warps=NORM_WARPS,
-            **overlap(x),
-        )
-    return total, made
 
 
 def _groups(dim: int) -> int:

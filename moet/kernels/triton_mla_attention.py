@@ -18,7 +18,7 @@ from moet.kernels.cubin import device_arch
 from moet.kernels.mla_cache import Fp8LatentRows, Nvfp4LatentRows
 from moet.kernels.rows import Rows
 from moet.kernels.stream_gemm import Launcher
-from moet.kernels.triton_attention import LOG2E, MAX_PARTS, SPLIT_TILES, TILES_AHEAD
+from moet.kernels.triton_attention import LOG2E, MAX_PARTS, TILES_AHEAD
 from moet.kernels.triton_attention_tiles import attend_tile, scaled_sum, shares
 from moet.kernels.triton_common import begin, e2m1_values, kernel, overlap
 
@@ -30,10 +30,6 @@ KEYS = 64  # of a tile
 FETCH_BYTES = 1 << 20  # of weights that a program asks for
 FETCHED_BYTES = 0  # of the next product's weights, while few rows attend
 FETCHING_ROWS = 4
-JOINED = False  # whether a kernel of another kind joins tiles
-EAGER = False  # whether tiles with programs of their own ask for all that they read at once
-PROGRAMS_EACH = 1  # of a tile, up to SPLIT_TILES of them in all: each makes all weights, some sums
-TILES_JOINED = TILES_AHEAD  # that a program reads at once
 WARPS = 8  # of a program that attends
 
 
@@ -197,18 +193,16 @@ def attend_latents(
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
     KEYS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    EAGER: tl.constexpr,
     FETCHES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Row, tile, head block. WHOLE: all tiles of a row in turn, and its output; otherwise one tile,
-    and one of SPLIT parts of its sums. EAGER: it asks for all that it reads at once. FETCHES:
-    programs behind the tiles bring weights into the cache that are read next."""
+    and its sums. FETCHES: programs behind the tiles bring weights that are read next into the
+    cache."""
     begin(OVERLAP)
     BLOCKS: tl.constexpr = LATENT // 64
     row = tl.program_id(0).to(tl.int64)
-    h = tl.program_id(2) // SPLIT * HB + tl.arange(0, HB)
+    h = tl.program_id(2) * HB + tl.arange(0, HB)
     real = (h < HEADS)[:, None]
     d = tl.arange(0, 64)[None, :]
     visible = visible_of(positions, row, TOP_K)
@@ -244,33 +238,22 @@ def attend_latents(
             if (tile >= num_tiles) & (tl.program_id(2) == 0):
                 part = (tile - num_tiles) * tl.num_programs(0) + tl.program_id(0)
                 fetch(ahead, part)
-        if EAGER:  # before it is known how many of them there are
-            key = tile * KEYS + tl.arange(0, KEYS)
-            position = tl.load(selected + row * TOP_K + key, mask=key < TOP_K, other=-1)
+        key = tile * KEYS + tl.arange(0, KEYS)  # asked for before it is known how many there are
+        position = tl.load(selected + row * TOP_K + key, mask=key < TOP_K, other=-1)
         if (tile * KEYS < visible) & (tile < num_tiles):
             q = load_query(q_ptr, row, h, HEADS, LATENT, ROPE)
-            if EAGER:
-                valid = (key < visible) & (position >= 0)
-                at, valid = place_latents(
-                    position.to(tl.int64), table, valid, PAGE_BYTES, ENTRIES, ROW_BYTES
-                )
-                blocks = load_latents_at_once(pages, at, valid, LATENT, ROPE, NVFP4)
-            else:
-                at, valid = find_latents(
-                    selected, table, row, tile, visible, PAGE_BYTES, TOP_K, ENTRIES, ROW_BYTES, KEYS
-                )
-                blocks = load_latents(pages, at, valid, LATENT, ROPE, NVFP4)
+            valid = (key < visible) & (position >= 0)
+            at, valid = place_latents(
+                position.to(tl.int64), table, valid, PAGE_BYTES, ENTRIES, ROW_BYTES
+            )
+            blocks = load_latents_at_once(pages, at, valid, LATENT, ROPE, NVFP4)
             weight, top, total = attend_tile(q, blocks, valid, scale, BLOCKS + 1)
             part = (row * num_tiles + tile) * HEADS + h
+            tl.store(part_sum + part * 2, top, mask=h < HEADS)
+            tl.store(part_sum + part * 2 + 1, total, mask=h < HEADS)
             to = part_acc + part[:, None] * LATENT + d
-            mine = tl.program_id(2) % SPLIT
-            if mine == 0:
-                tl.store(part_sum + part * 2, top, mask=h < HEADS)
-                tl.store(part_sum + part * 2 + 1, total, mask=h < HEADS)
-            for s in tl.static_range(SPLIT):
-                if mine == s:
-                    for b in tl.static_range(s * BLOCKS // SPLIT, (s + 1) * BLOCKS // SPLIT):
-                        tl.store(to + b * 64, tl.dot(weight, blocks[b]), mask=real)
+            for b in tl.static_range(BLOCKS):
+                tl.store(to + b * 64, tl.dot(weight, blocks[b]), mask=real)
 
 
 @triton.jit
@@ -306,7 +289,6 @@ def join_latents(
     KEYS: tl.constexpr,
     EACH: tl.constexpr,
     AHEAD: tl.constexpr,
-    EAGER: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Row and EACH heads: the tiles that have keys, in ascending order, AHEAD of them read at
@@ -333,8 +315,6 @@ def join_latents(
             totals = totals + (tl.load(part_sum + part * 2 + 1, mask=used, other=0.0),)
             at = part_acc + part[:, None] * LATENT + d[None, :]
             parts = parts + (tl.load(at, mask=used[:, None], other=0.0),)
-        if EAGER:
-            tl.debug_barrier()  # or the compiler would ask for one after the other
         for i in tl.static_range(AHEAD):
             top, total, old, new = shares(top, total, tops[i], totals[i])
             old = tl.broadcast_to(old[:, None], [EACH, LATENT])
@@ -395,13 +375,12 @@ def attend_selected(
     most_heads = (HEADS_EACH if whole else HEADS_APART)[arch]
     heads = min(most_heads, max(least_heads, triton.next_power_of_2(num_heads)))
     parts = 0 if whole else num_rows * num_tiles * num_heads
-    split = PROGRAMS_EACH if not whole and num_rows * num_tiles <= SPLIT_TILES else 1
     part_acc = torch.empty(parts * latent_dim, dtype=torch.float32, device=query.device)
     part_sum = torch.empty(parts * 2, dtype=torch.float32, device=query.device)
     fetched = 0
     if ahead is not None and not whole and num_rows <= FETCHING_ROWS and query.is_cuda:
         fetched = min(FETCHED_BYTES, ahead.nbytes) // FETCH_BYTES // num_rows
-    grid = num_rows, (1 if whole else num_tiles) + fetched, triton.cdiv(num_heads, heads) * split
+    grid = num_rows, (1 if whole else num_tiles) + fetched, triton.cdiv(num_heads, heads)
     attend_latents[grid](
         query,
         latents.pages,
@@ -427,14 +406,12 @@ def attend_selected(
         LATENT=latent_dim,
         ROPE=form.rope_dim,
         KEYS=KEYS,
-        SPLIT=split,
-        EAGER=EAGER,
         FETCHES=fetched > 0,
         num_warps=WARPS,
         num_stages=1,
         **overlap(query),
     )
-    if not whole and JOINED and launcher is not None and join_latents_kernel.fits(out, num_tiles):
+    if not whole and launcher is not None and join_latents_kernel.fits(out, num_tiles):
         join_latents_kernel.run(launcher, rows.positions, part_acc, part_sum, num_tiles, top_k, out)
     elif not whole:
         each = min(HEADS_JOINED, triton.next_power_of_2(num_heads))
@@ -449,8 +426,7 @@ def attend_selected(
             LATENT=latent_dim,
             KEYS=KEYS,
             EACH=each,
-            AHEAD=TILES_JOINED,
-            EAGER=EAGER,
+            AHEAD=TILES_AHEAD,
             num_warps=4,
             **overlap(query),
         )

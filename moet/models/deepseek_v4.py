@@ -325,7 +325,7 @@ class Attention:
         )
         if chunk is not None:
             self._copy(chunk, ring, step.ring_slots)
-        return self.wo_b.on_read(self.wo_a(o).flatten(1))
+        return self.wo_b(self.wo_a(o).flatten(1))
 
     def _projections(self, x: Tensor | Activations) -> tuple[Tensor, Tensor | None]:
         """Latents of queries and KV, and what compressors and indexer read: [n, columns] fp32."""
@@ -470,9 +470,7 @@ def _load_moe(weights: Weights, config: DeepseekV4Config, layer_idx: int) -> MoE
         limit=limit,
         arch=settings.arch,
     )
-    return MoE(
-        layer_idx, router, shared, limit=limit, settings=settings, on_read=True, unsummed=True
-    )
+    return MoE(layer_idx, router, shared, limit=limit, settings=settings, unsummed=True)
 
 
 class Head:

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from moet.config import KVDtype, ModelSettings, Rounding
 from moet.errors import ConfigError, UnsupportedError
-from moet.kernels import join_norm
 from moet.kernels.cache import PlainRows, PlanedFormat
 from moet.kernels.comm import RankPart, added
 from moet.kernels.device_gemm import Device, PackedMatrix
 from moet.kernels.gemm import Matrix, linear_fp32, streamed
 from moet.kernels.indexer import index_select
+from moet.kernels.join_norm import NormWeight
 from moet.kernels.latent_places import latent_places
 from moet.kernels.mixture import Mixture
 from moet.kernels.mla_attention import (
@@ -250,19 +250,11 @@ class AddNorm:
     """What a sublayer made joins the residual stream; the next one gets the norm of that."""
 
     def __init__(self, weights: Weights, name: str, config: GlmMoeDsaConfig) -> None:
-        self.plain_weight = weights.fp32(f"{name}.weight", config.hidden_size)
+        dim, gpu = config.hidden_size, weights.gpu
+        weight = weights.fp32(f"{name}.weight", dim)
+        self.weight = weight if gpu is None else NormWeight(weight, gpu)
         self.eps = config.rms_norm_eps
-        self.gpu, self.arch = weights.gpu, weights.settings.arch
-        self.bind(placed=join_norm.PLACED)
-
-    def bind(self, *, placed: bool) -> None:
-        """placed: to the kernels of a GPU that take rows of this width, if there is one."""
-        dim = len(self.plain_weight)
-        self.weight: Tensor | join_norm.NormWeight = self.plain_weight
-        placed = placed and self.gpu is not None and join_norm.fits(dim)
-        if placed and self.gpu is not None:
-            self.weight = join_norm.NormWeight(self.plain_weight, self.gpu)
-        self._op = add_rms_norm.bind(arch=self.arch, dim=dim, placed=placed)
+        self._op = add_rms_norm.bind(arch=weights.settings.arch, dim=dim)
 
     def __call__(self, x: Tensor, y: Sublayer | None) -> tuple[Tensor, Activations]:
         """x: [n, hidden], the stream; y: what joins it. Returns the stream and its norm."""
@@ -346,6 +338,7 @@ def _moe(weights: Weights, config: GlmMoeDsaConfig, layer_idx: int) -> MoE:
         weigh_output=True,
         settings=weights.settings,
         on_read=True,
+        unsummed=True,
     )
 
 

@@ -129,11 +129,11 @@ class MoE:
         on_read: bool = False,
         unsummed: bool = False,
     ) -> None:
-        """on_read: whoever takes the output can sum the ranks' parts; unsummed: or, of one rank,
-        a mixture's."""
+        """on_read: whoever takes the output can sum the ranks' parts; unsummed: a mixture's, and
+        with on_read both at once."""
         self.layer_idx = layer_idx
         self._on_read = on_read
-        self.unsummed = unsummed and shared.w2.shard.size == 1
+        self.unsummed = unsummed and (shared.w2.shard.size == 1 or on_read)
         self.router = router
         self.shared = shared
         self.limit = limit

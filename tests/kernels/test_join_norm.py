@@ -63,7 +63,7 @@ def test_residual_and_norm(
 ) -> None:
     """Whatever joins, in a cluster and in a CTA, coded or not."""
     weight = torch.randn(DIM)
-    run = add_rms_norm.bind(arch="sm90a", dim=DIM, placed=True)
+    run = add_rms_norm.bind(arch="sm90a", dim=DIM)
     x = torch.randn(num_rows, DIM).bfloat16()
     y: list[Tensor | Mixture | None] = [torch.randn(num_rows, DIM).bfloat16(), None]
     for joins in y + ([mixture(num_rows, 3)] if num_rows else []):
@@ -95,7 +95,7 @@ def test_ranks_parts_are_summed_on_their_way_in(launcher: Emulator, ranks: int) 
         for _ in range(ranks)
     ]
     addresses = tuple(window.data_ptr() for window in windows)
-    run = add_rms_norm.bind(arch="sm90a", dim=DIM, placed=True)
+    run = add_rms_norm.bind(arch="sm90a", dim=DIM)
     x = [torch.randn(n, DIM).bfloat16() for n in steps]
     plain = [[torch.randn(n, DIM).bfloat16() for n in steps] for _ in range(ranks)]
     found = torch.zeros(ranks, 4 * sum(steps) * DIM).share_memory_()

@@ -40,7 +40,6 @@ from moet.runtime.parallel.monitor import GroupError
 logger = logging.getLogger(__name__)
 
 Way = Literal["peer", "host"]
-SUM_ON_READ = False  # until a GPU has run it
 READ_BYTES = 64 << 10  # of a rank, at most, in a sum that its reader makes
 PEER_BYTES = 2 << 20  # of a rank, at most, through a window; NCCL is faster beyond
 PROBE_ROUNDS = 8
@@ -158,7 +157,7 @@ class DeviceComm:
         self.stage, self.column, self.before, self.behind = stage, column, before, behind
         self.peers = peers
         self.readers: PeerLinks | None = None  # for sums that the op behind them makes
-        self.sums_on_read = SUM_ON_READ
+        self.sums_on_read = True
 
     def sum(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         x, dtype = x.contiguous(), dtype or x.dtype

@@ -60,7 +60,6 @@ class ReleasedGlm:
 
     def ops(self) -> dict[str, Callable[[], object]]:
         n, bf16, fp32 = self.n, self.bf16, self.fp32
-        stream, weight = bf16(n, DIM), fp32(DIM)
         q_kv, projected = bf16(n, RANK + LATENT + ROPE), fp32(n, INDEX_DIM + INDEX_HEADS)
         index = IndexKeys(fp32(INDEX_DIM), fp32(INDEX_DIM), self.keys)
         inputs = q_kv, projected, fp32(RANK), fp32(LATENT), *self.cos_sin, self.latents, index
@@ -70,7 +69,6 @@ class ReleasedGlm:
         selected = torch.zeros(n, TOP_K, dtype=torch.int32, device=self.device)
         index_query, gate_up = bf16(n, INDEX_HEADS, INDEX_DIM), bf16(n, 2 * INTER)
         return {
-            "add_rms_norm": lambda: triton_mla.add_rms_norm(stream, stream, weight, eps=1e-5),
             "latent_inputs": lambda: triton_mla.latent_inputs(
                 *inputs, self.rows.positions, eps=1e-5
             ),

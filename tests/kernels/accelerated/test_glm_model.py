@@ -81,7 +81,8 @@ def rigs(dense: Dense, kv_dtype: KVDtype, device: torch.device) -> tuple[Rig, Ri
     if INTERPRETED:
         if shutil.which("g++") is None:
             pytest.skip("emulation needs a compiler")
-        launcher = emulation.build(("stream_gemm", "moe", "prefill_gemm"), 90, num_sms=3)
+        sources = ("stream_gemm", "moe", "prefill_gemm", "join_norm")
+        launcher = emulation.build(sources, 90, num_sms=3)
         gpu = Device.around(launcher, "sm90a", "cpu")
     else:
         gpu = Device.open(device_arch(device), device)

@@ -20,7 +20,6 @@ from moet.kernels.cubin import device_arch
 from moet.kernels.device_gemm import Device
 from moet.kernels.indexer import index_select
 from moet.kernels.latent_places import latent_places
-from moet.kernels.mixture import Mixture
 from moet.kernels.mla_attention import (
     HeadMatrices,
     IndexKeys,
@@ -31,7 +30,6 @@ from moet.kernels.mla_attention import (
 )
 from moet.kernels.mla_cache import Fp8IndexKeys, Fp8LatentRows, Nvfp4LatentRows
 from moet.kernels.moe import swiglu_halves
-from moet.kernels.norm import add_rms_norm
 from moet.kernels.quant import fp8_qdq
 from moet.kernels.rope import rope_cos_sin, rope_frequencies
 from moet.kernels.rows import Rows
@@ -75,39 +73,6 @@ def fp32(*shape: int, device: torch.device) -> Tensor:
 def angles(rows: Rows) -> tuple[Tensor, Tensor]:
     frequencies = rope_frequencies(ROPE, 8e6).to(rows.positions.device)
     return rope_cos_sin(rows.positions, frequencies)
-
-
-def mixture(n: int, dim: int, device: torch.device) -> Mixture:
-    """Three experts a row, of which a fill row has none."""
-    parts, shared = bf16(n, 3, dim, device=device), bf16(n, dim, device=device)
-    weights, ids = fp32(n, 3, device=device), torch.ones(n, 3, dtype=torch.int64, device=device)
-    ids[1:2] = -1
-
-    def add() -> Tensor:
-        each = parts.float() * weights.unsqueeze(2)
-        routed = (each[:, 0] + each[:, 1]) + each[:, 2]
-        return (routed.where(ids[:, :1] >= 0, 0.0) + shared.float()).bfloat16()
-
-    return Mixture(parts.view(-1, dim), shared, weights, ids, add)
-
-
-@pytest.mark.parametrize("n", [0, 3, 5])
-def test_residual_and_norm(n: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_mla, "CODED_ROWS", 4)
-    dim = 384
-    x, y, weight = (
-        bf16(n, dim, device=device),
-        bf16(n, dim, device=device),
-        fp32(dim, device=device),
-    )
-    for joins in (y, None, mixture(n, dim, device)):
-        total, normed = triton_mla.add_rms_norm(x, joins, weight, eps=EPS)
-        want_total, want = add_rms_norm(x, joins, weight, eps=EPS)
-        assert torch.equal(total, want_total)
-        assert_close(normed.plain(), want.plain(), add_rms_norm.tolerance)
-        assert (normed.codes is not None) == (n <= 4)
-        if normed.codes is not None:
-            assert torch.equal(normed.decoded(), fp8_qdq(normed.plain().float(), block=128))
 
 
 def test_places(device: torch.device) -> None:
@@ -258,18 +223,12 @@ def test_latent_attention(
     want = latent_attention(query, latents, selected, rows, **settings)
     assert_close(got[real], want[real], latent_attention.tolerance)
     assert got.isfinite().all()
-    with monkeypatch.context() as patch:
-        patch.setattr(triton_mla_attention, "EAGER", True)
-        patch.setattr(triton_mla_attention, "PROGRAMS_EACH", 2)
-        eager = triton_mla_attention.latent_attention(query, latents, selected, rows, **settings)
-        assert torch.equal(eager, got)
-        if device.type == "cuda":  # whose rows are as wide as that kernel's
-            patch.setattr(triton_mla_attention, "JOINED", True)
-            launcher = Device.open(device_arch(device), device).launcher
-            joined = triton_mla_attention.latent_attention(
-                query, latents, selected, rows, **settings, launcher=launcher
-            )
-            assert torch.equal(joined, got)
+    if device.type == "cuda":  # whose rows are as wide as that kernel's
+        launcher = Device.open(device_arch(device), device).launcher
+        joined = triton_mla_attention.latent_attention(
+            query, latents, selected, rows, **settings, launcher=launcher
+        )
+        assert torch.equal(joined, got)
     monkeypatch.setattr(triton_mla_attention, "MAX_PARTS", 0)  # one program takes tiles in turn
     whole = triton_mla_attention.latent_attention(query, latents, selected, rows, **settings)
     assert torch.equal(whole, got)

@@ -25,7 +25,7 @@ def test_rows_have_the_same_bits_in_any_company(device: torch.device) -> None:
     draw = torch.Generator(device).manual_seed(3)
     x, y = (torch.randn(MOST, DIM, device=device, generator=draw).bfloat16() for _ in "xy")
     weight = torch.randn(DIM, device=device, generator=draw)
-    run = add_rms_norm.bind(arch=gpu.arch, dim=DIM, placed=True)
+    run = add_rms_norm.bind(arch=gpu.arch, dim=DIM)
     total, normed = run(x, y, NormWeight(weight, gpu), eps=EPS)
     want_total, want = add_rms_norm(x, y, weight, eps=EPS)
     assert torch.equal(total, want_total)
@@ -51,7 +51,7 @@ def test_a_mixture_joins(device: torch.device) -> None:
         lambda: combine(gpu.launcher, parts, **facts, expert_ids=ids),  # type: ignore[arg-type]
     )  # fmt: skip
     weight = NormWeight(torch.randn(DIM, device=device, generator=draw), gpu)
-    run = add_rms_norm.bind(arch=gpu.arch, dim=DIM, placed=True)
+    run = add_rms_norm.bind(arch=gpu.arch, dim=DIM)
     found, want = (run(x, joins, weight, eps=EPS) for joins in (mixture, added(mixture)))
     assert torch.equal(found[0], want[0])
     assert torch.equal(found[1].plain(), want[1].plain())
