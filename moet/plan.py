@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -27,6 +26,7 @@ from moet.runtime.hardware import COUNTS, GIB, PRESETS, Hardware, hardware
 from moet.runtime.memory import plan
 from moet.runtime.plan_types import Plan, PlanSettings
 from moet.runtime.roofline import ASSUMPTIONS, Rates, predict
+from moet.runtime.text_side import model_folder
 
 # What a card set is planned with in docs/recipes.md: host memory, KV format, dense weights.
 _RECIPES: Mapping[str, tuple[int, KVDtype, DenseDtype]] = {
@@ -72,7 +72,7 @@ def raw_config(model: str, flavour: str | None = None) -> tuple[dict[str, Any], 
     if model in MODELS:
         made: dict[str, Any] = plan_checkpoint("full", flavour, model=model).texts["config.json"]
         return made, "keep"
-    folder = Path(model)
+    folder = model_folder(model)
     path = folder / "config.json"
     if not path.is_file():
         raise ConfigError(

@@ -85,6 +85,7 @@ def test_s12_a_server_that_cannot_fit_says_so_before_it_loads(
     [
         ([], "plan needs a MODEL"),
         (["gpt-2"], "gpt-2 is neither a folder"),
+        (["demo", "--ram", "0"], "at least 8.3 GiB are needed"),
         (["glm-5.2", "--gpu", "voodoo"], "rtx-pro-6000"),
         (["glm-5.2", "--gpu", "rtx-5090", "--ram", "64"], "--dense-dtype fp8"),
         (["glm-5.2", "--flavour", "int4"], "int4"),

@@ -155,7 +155,11 @@ def _run_experts(args: argparse.Namespace) -> int:
     if args.hot_rows is not None:
         if args.pack is None:
             raise ConfigError("--hot-rows needs --pack, the folder whose hot set it is to be")
-        write_hot(Pack.open(args.pack), experts.hot_rows(options, args.hot_rows))
+        pack = Pack.open(args.pack)
+        shape = len(pack.experts.layers), pack.experts.num_experts
+        rows_to_keep = experts.hot_rows(options, args.hot_rows, shape)
+        write_hot(pack, rows_to_keep)
+        print(f"{len(rows_to_keep)} of {pack.experts.num_rows} rows are the hot set of {args.pack}")
         return 0
     rows = experts.compare(options)
     experts.show(rows, Console())

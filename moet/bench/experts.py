@@ -43,6 +43,9 @@ def load(bench: ExpertBench) -> tuple[list[Call], int, int]:
     for name in bench.policies:
         if name not in POLICIES:
             raise ConfigError(f"--policy is {name!r}; it must be one of {', '.join(POLICIES)}")
+    for share in bench.shares:
+        if not 0 < share <= 1:
+            raise ConfigError(f"--pool is {share:g}; it is a share, above 0 and at most 1")
     if bench.trace is not None:
         trace = read_trace(bench.trace)
         return trace.calls, trace.num_layers, trace.num_experts
@@ -108,9 +111,19 @@ def describe(bench: ExpertBench) -> Mapping[str, object]:
     }
 
 
-def hot_rows(bench: ExpertBench, num_rows: int) -> list[int]:
-    """The rows that a trace asks for most."""
-    calls, _, num_experts = load(bench)
+def hot_rows(bench: ExpertBench, num_rows: int, shape: tuple[int, int]) -> list[int]:
+    """The rows that a trace asks for most.
+
+    shape: layers, and experts of each, of the model that it must be of. Raises ConfigError.
+    """
+    calls, num_layers, num_experts = load(bench)
+    if num_rows < 1:
+        raise ConfigError(f"--hot-rows is {num_rows}; it must be at least 1")
+    if (num_layers, num_experts) != shape:
+        raise ConfigError(
+            f"--trace is of {num_layers} layers of {num_experts} experts, the pack has {shape[0]} "
+            f"of {shape[1]}; record it with this pack"
+        )
     counts = Counter(layer * num_experts + e for layer, experts in calls for e in experts)
     return hottest(counts, num_rows)
 

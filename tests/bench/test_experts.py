@@ -83,6 +83,8 @@ def test_compare_has_a_row_for_each_policy_and_pool() -> None:
     assert all(0 < row.value < 100 for row in rows)
     with pytest.raises(ConfigError, match="'fifo'; it must be one of clock"):
         compare(ExpertBench(policies=("fifo",)))
+    with pytest.raises(ConfigError, match="--pool is 7"):
+        compare(ExpertBench(shares=(0.1, 7)))
 
 
 class Everything:
@@ -101,7 +103,9 @@ def test_a_recorded_trace_is_read_back(tmp_path: Path) -> None:
     found = read_trace(path)
     assert (found.num_layers, found.num_experts) == (2, 8)
     assert found.calls == [(1, [1, 2]), (0, [5, 1])]
-    assert hot_rows(ExpertBench(trace=path), 2) == [1, 5]
+    assert hot_rows(ExpertBench(trace=path), 2, (2, 8)) == [1, 5]
+    with pytest.raises(ConfigError, match="of 2 layers of 8 experts, the pack has 2 of 16"):
+        hot_rows(ExpertBench(trace=path), 2, (2, 16))
 
 
 @pytest.mark.parametrize(
