@@ -1,9 +1,9 @@
 """Brings rows from disk into host memory while a device waits for them.
 
 A device tells, through memory that both map, which rows it is about to copy; a thread reads what is
-on disk only and says in the same way where it lies. Replaces as the device's pool does, by a clock
-over such requests, so what the pool gives up again and again is found here. Makes no CUDA call,
-holds no lock that a step needs, and knows rows by number alone.
+on disk only and says in the same way where it lies. What was asked for least leaves, older requests
+counting less: the pool keeps what is asked for in every step, and the next ones are found here.
+Makes no CUDA call, holds no lock that a step needs, and knows rows by number alone.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -21,7 +21,6 @@ from queue import Empty, SimpleQueue
 import numpy as np
 from torch import Tensor
 
-from moet.kernels.expert_cache import MAX_USES
 from moet.runtime.experts.disk import RowFile
 from moet.runtime.experts.host import RETRY_AFTER_S, Arena
 
@@ -29,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 POLL_S, IDLE_POLL_S = 5e-5, 1e-3  # between looks at what is asked for; a read takes a millisecond
 IDLE_AFTER = 2000  # looks without a request
+HEAVY = 1e100  # a weight from which on all are divided
+HALF_LIFE = 3.0  # requests for each place of the arena, after which one counts half
 ON_DISK, UNREADABLE = -1, -2  # as kernels.expert_cache_device.HostRows.place_of has it
 
 
@@ -73,8 +74,9 @@ class RowFeeder:
         self._file_rows, self._in_flight, self._retry_after_s = file_rows, in_flight, retry_after_s
         self._num_seen = 0  # requests
         there = np.flatnonzero(self._place_of >= 0).tolist()
-        # Uses of the rows that are here, from the hand on.
-        self._uses: OrderedDict[int, int] = OrderedDict.fromkeys(there, 0)
+        self._is_here = self._place_of >= 0
+        self._heat = np.zeros(len(self._place_of))  # of requests, each of which weighs more
+        self._weight, self._growth = 1.0, 2 ** (1 / (HALF_LIFE * arena.num_places))
         taken = set(self._place_of[there].tolist())
         assert len(taken) == len(there), "two rows have one place"
         self._free = [index for index in range(arena.num_places) if index not in taken]
@@ -108,16 +110,17 @@ class RowFeeder:
     @property
     def num_rows(self) -> int:
         """Rows in memory."""
-        return len(self._uses)
+        return int(self._is_here.sum())
 
     def rows(self) -> list[int]:
-        """Rows in memory, those of the most uses first."""
-        held = list(self._uses.items())
-        return [row for row, _ in sorted(held, key=lambda each: -each[1])]
+        """Rows in memory, those that were asked for most first."""
+        here = np.flatnonzero(self._is_here)
+        rows: list[int] = here[np.argsort(-self._heat[here], kind="stable")].tolist()
+        return rows
 
     def check(self) -> None:
         """Raise AssertionError unless every place has one owner. Not while the thread runs."""
-        owned = [int(self._place_of[row]) for row in self._uses]
+        owned = self._place_of[self._is_here].tolist()
         held = sorted([*owned, *self._free, *(index for index, _ in self._reading.values())])
         assert held == list(range(self.arena.num_places)), "a place is lost or has two owners"
 
@@ -145,12 +148,17 @@ class RowFeeder:
         rows = [int(self._requests[1 + n % size]) for n in range(first, count)]
         self._num_seen = count
         self._recent.extend(rows)
+        for row in rows:
+            self._heat[row] += self._weight
+            self._weight *= self._growth
+        if self._weight > HEAVY:
+            self._heat /= self._weight
+            self._weight = 1.0
         return rows
 
     def _want(self, row: int) -> None:
-        if row in self._uses:
+        if self._is_here[row]:
             self.counts.num_hits += 1
-            self._uses[row] = min(self._uses[row] + 1, MAX_USES)
         elif row not in self._reading and row not in self._failures:
             index = self._take()
             if index is None:
@@ -179,7 +187,7 @@ class RowFeeder:
             index, begin = self._reading.pop(row)
             self.counts.wait_s += time.monotonic() - begin
             if error is None:
-                self._uses[row] = 0
+                self._is_here[row] = True
                 continue
             logger.error("%s", error)
             self.counts.num_errors += 1
@@ -205,18 +213,18 @@ class RowFeeder:
         """
         if self._free:
             return self._free.pop()
-        recent = set(self._recent)
-        for _ in range((MAX_USES + 2) * len(self._uses)):
-            row, uses = self._uses.popitem(last=False)
-            if row in recent or uses > 0:
-                self._uses[row] = uses - (row not in recent)
-                continue
+        heat = np.where(self._is_here, self._heat, np.inf)
+        heat[list(self._recent)] = np.inf
+        while True:
+            row = int(heat.argmin())
+            if heat[row] == np.inf:
+                return None
             index = int(self._place_of[row])
             self._place_of[row] = ON_DISK
             late = self._asked()
             self._waiting.extend(late)
             if row not in late:
+                self._is_here[row] = False
                 return index
-            self._place_of[row], self._uses[row] = index, uses
-            recent.update(late)
-        return None
+            self._place_of[row] = index
+            heat[late] = np.inf
