@@ -92,7 +92,7 @@ class Device:
     counters: Tensor
     paired_rows: int = 0
     chunk_attention: bool = True
-    latent_chunks: bool = False
+    latent_chunks: bool = True
     beside: Beside | None = None
     _group_work: dict[tuple[int, int, int], Work] = field(default_factory=dict)
     _long_group_work: dict[tuple[int, int, int], Work] = field(default_factory=dict)

@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 
+from moet.kernels import device_latents
 from moet.kernels.cache import PlanedFormat
 from moet.kernels.device_latents import LATENT, ROPE, attend_chosen
 from moet.kernels.mla_attention import latent_attention
@@ -23,7 +24,9 @@ PAGE = 64
     [(Nvfp4LatentRows(LATENT, ROPE, PAGE), 16), (Fp8LatentRows(LATENT, ROPE, PAGE), 64)],
     ids=["nvfp4", "fp8"],
 )
-def test_rows_attend_as_the_reference_does(form: PlanedFormat, heads: int) -> None:
+def test_rows_attend_as_the_reference_does(
+    form: PlanedFormat, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     launcher = emulation.build(("latent_attention",), 90, num_sms=1)
@@ -37,3 +40,6 @@ def test_rows_attend_as_the_reference_does(form: PlanedFormat, heads: int) -> No
     want = latent_attention(query, latents, selected, rows, scale=scale, latent_dim=LATENT)
     got = attend_chosen(launcher, query, latents, selected, rows, scale=scale)
     assert_close(got, want, latent_attention.tolerance)
+    monkeypatch.setattr(device_latents, "AHEAD", True)
+    again = attend_chosen(launcher, query, latents, selected, rows, scale=scale)
+    assert torch.equal(again, got)

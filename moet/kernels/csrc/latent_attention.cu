@@ -112,7 +112,7 @@ struct LatentSight {
 };
 
 // The keys of a CTA's rows, tile by tile, and the queries of HEADS heads, real or not.
-template <class Key, int HEADS>
+template <class Key, int HEADS, bool BOTH_AHEAD>
 struct LatentKeys {
   static constexpr int QUERY_BYTES = HEADS * 128;  // of 64 columns
   const LatentArgs& p;
@@ -140,6 +140,9 @@ struct LatentKeys {
     int token = position < 0 ? 0 : static_cast<int>(position);
     return {token, static_cast<int>(page_row), token + 1 < p.top_k ? token + 1 : p.top_k};
   }
+
+  // The last rows, which have most to attend to, come first, so that CTAs end together.
+  DEVICE int first_row() const { return p.rows - 1 - static_cast<int>(blockIdx.x); }
 
   DEVICE void begin() {
     if (tid == 0) {
@@ -186,6 +189,13 @@ struct LatentKeys {
     *reinterpret_cast<uint4*>(first + LATENT / 64 * BLOCK_BYTES) = low;
     *reinterpret_cast<uint4*>(second + LATENT / 64 * BLOCK_BYTES) = high;
   }
+  DEVICE void load_key(Key& raw, const uint8_t* from) const {
+    int part = lane & 3;
+    raw.load_scales(from, part);
+#pragma unroll
+    for (int b = 0; b < LATENT / 64; b++) raw.load(from, part, b);
+    raw.load_turned(from, part);
+  }
 
   DEVICE void copy_queries(int row) const {
     const uint8_t* from = reinterpret_cast<const uint8_t*>(p.q) + uint64_t(row) * p.heads * (WIDTH * 2);
@@ -217,17 +227,17 @@ struct LatentKeys {
 
   DEVICE void decode_all() const {
     int stage = 0, turn = 1, query_turn = 1;  // a new barrier's phase before the first counts as ended
-    int row = blockIdx.x, at = warp * 16 + (lane >> 2), part = lane & 3;
-    if (row >= p.rows) return;
+    int row = first_row(), at = warp * 16 + (lane >> 2);
+    if (row < 0) return;
     LatentSight s = sight_of(p.positions[row], p.page_rows[row]);
     const int* choices = p.selected + int64_t(row) * p.top_k;
-    const uint8_t *key = find(s, at, choices[at]), *other = find(s, at + 8, choices[at + 8]);
-    Key raw;
-#pragma unroll
-    for (int b = 0; b < LATENT / 64; b++) raw.load(key, part, b);
-    raw.load_turned(key, part), raw.load_scales(key, part);
-    while (row < p.rows) {
-      int after = row + gridDim.x < p.rows ? row + gridDim.x : row;
+    // Keys of the tile that comes; where registers hold both, they are on their way for as long as one is multiplied.
+    const uint8_t* place = find(s, at + 8, choices[at + 8]);
+    Key raw, other;
+    load_key(raw, find(s, at, choices[at]));
+    if constexpr (BOTH_AHEAD) load_key(other, place);
+    while (row >= 0) {
+      int after = row >= static_cast<int>(gridDim.x) ? row - static_cast<int>(gridDim.x) : row;
       int64_t position = p.positions[after], page_row = p.page_rows[after];
       choices = p.selected + int64_t(after) * p.top_k;
       int next_first = choices[at], next_second = choices[at + 8];
@@ -246,24 +256,29 @@ struct LatentKeys {
         const uint8_t* first = find(of, ahead, last ? next_first : chosen()[ahead]);
         const uint8_t* second = find(of, ahead + 8, last ? next_second : chosen()[ahead + 8]);
         barrier_wait(empty(stage), turn);
-        decode_key(raw, other, tile(stage), at);
-        decode_key(raw, first, tile(stage), at + 8);
-        other = second;
+        if constexpr (BOTH_AHEAD) {
+          decode_key(raw, first, tile(stage), at);
+          decode_key(other, second, tile(stage), at + 8);
+        } else {
+          decode_key(raw, place, tile(stage), at);
+          decode_key(raw, first, tile(stage), at + 8);
+          place = second;
+        }
         fence_shared_for_matrix_units();
         barrier_arrive(full(stage));
         if (++stage == TILES_HELD) stage = 0, turn ^= 1;
       }
       s = next;
-      row += gridDim.x;
+      row -= gridDim.x;
     }
   }
 
 };
 
 // Up to 64 heads are the rows of the matrix instructions: g and g + 8 of a warp's sixteen.
-template <class Key>
-struct ManyHeads : LatentKeys<Key, 64> {
-  using Base = LatentKeys<Key, 64>;
+template <class Key, bool BOTH_AHEAD>
+struct ManyHeads : LatentKeys<Key, 64, BOTH_AHEAD> {
+  using Base = LatentKeys<Key, 64, BOTH_AHEAD>;
   using Base::p, Base::lane, Base::warp, Base::group, Base::leave, Base::full, Base::empty, Base::tile;
   using Base::queries, Base::queries_full, Base::queries_empty;
   float acc[4][32], top[2], total[2];
@@ -347,7 +362,7 @@ struct ManyHeads : LatentKeys<Key, 64> {
 
   DEVICE void attend_all() {
     int stage = 0, parity = 0, query_parity = 0;
-    for (int row = blockIdx.x; row < p.rows; row += gridDim.x) {
+    for (int row = this->first_row(); row >= 0; row -= gridDim.x) {
       LatentSight s = this->sight_of(p.positions[row], 0);
 #pragma unroll
       for (int b = 0; b < 4; b++)
@@ -411,9 +426,9 @@ struct ManyHeads : LatentKeys<Key, 64> {
 // these are; both multiply each tile with half of the values.
 constexpr int FEW_HEADS = 32, ROW_OF_LOGITS = KEYS + 4;
 
-template <class Key>
-struct FewHeads : LatentKeys<Key, FEW_HEADS> {
-  using Base = LatentKeys<Key, FEW_HEADS>;
+template <class Key, bool BOTH_AHEAD>
+struct FewHeads : LatentKeys<Key, FEW_HEADS, BOTH_AHEAD> {
+  using Base = LatentKeys<Key, FEW_HEADS, BOTH_AHEAD>;
   using Base::p, Base::lane, Base::warp, Base::group, Base::leave, Base::full, Base::empty, Base::tile;
   using Base::queries, Base::queries_full, Base::queries_empty, Base::weighed;
   float acc[4][16], top[8], total[8];  // of heads 8 (i / 2) + 2 (lane & 3) + i % 2
@@ -433,10 +448,13 @@ struct FewHeads : LatentKeys<Key, FEW_HEADS> {
 
   DEVICE void run() {
     this->begin();
-    if (group == 2)
+    if (group == 2) {
+      give_registers<112>();
       this->decode_all();
-    else
+    } else {
+      take_registers<200>();
       attend_all();
+    }
   }
 
   // A tile's logits, turned round; then as ManyHeads::weigh: four lanes a head.
@@ -513,7 +531,7 @@ struct FewHeads : LatentKeys<Key, FEW_HEADS> {
 
   DEVICE void attend_all() {
     int done = 0, query_parity = 0;  // tiles so far
-    for (int row = blockIdx.x; row < p.rows; row += gridDim.x) {
+    for (int row = this->first_row(); row >= 0; row -= gridDim.x) {
       LatentSight s = this->sight_of(p.positions[row], 0);
 #pragma unroll
       for (int b = 0; b < 4; b++)
@@ -567,12 +585,16 @@ struct FewHeads : LatentKeys<Key, FEW_HEADS> {
   }
 };
 
-KERNEL(LATENT_THREADS, 1) attend_chosen_nvfp4(GRID_CONSTANT LatentArgs args) { ManyHeads<Nvfp4Key>(args).run(); }
+KERNEL(LATENT_THREADS, 1) attend_chosen_nvfp4(GRID_CONSTANT LatentArgs args) { ManyHeads<Nvfp4Key, false>(args).run(); }
 LAUNCHABLE(attend_chosen_nvfp4, LatentArgs, LATENT_THREADS)
-KERNEL(LATENT_THREADS, 1) attend_chosen_fp8(GRID_CONSTANT LatentArgs args) { ManyHeads<Fp8Key>(args).run(); }
+KERNEL(LATENT_THREADS, 1) attend_chosen_nvfp4_ahead(GRID_CONSTANT LatentArgs args) { ManyHeads<Nvfp4Key, true>(args).run(); }
+LAUNCHABLE(attend_chosen_nvfp4_ahead, LatentArgs, LATENT_THREADS)
+KERNEL(LATENT_THREADS, 1) attend_chosen_fp8(GRID_CONSTANT LatentArgs args) { ManyHeads<Fp8Key, false>(args).run(); }
 LAUNCHABLE(attend_chosen_fp8, LatentArgs, LATENT_THREADS)
-KERNEL(LATENT_THREADS, 1) attend_few_nvfp4(GRID_CONSTANT LatentArgs args) { FewHeads<Nvfp4Key>(args).run(); }
+KERNEL(LATENT_THREADS, 1) attend_few_nvfp4(GRID_CONSTANT LatentArgs args) { FewHeads<Nvfp4Key, false>(args).run(); }
 LAUNCHABLE(attend_few_nvfp4, LatentArgs, LATENT_THREADS)
-KERNEL(LATENT_THREADS, 1) attend_few_fp8(GRID_CONSTANT LatentArgs args) { FewHeads<Fp8Key>(args).run(); }
+KERNEL(LATENT_THREADS, 1) attend_few_nvfp4_ahead(GRID_CONSTANT LatentArgs args) { FewHeads<Nvfp4Key, true>(args).run(); }
+LAUNCHABLE(attend_few_nvfp4_ahead, LatentArgs, LATENT_THREADS)
+KERNEL(LATENT_THREADS, 1) attend_few_fp8(GRID_CONSTANT LatentArgs args) { FewHeads<Fp8Key, false>(args).run(); }
 LAUNCHABLE(attend_few_fp8, LatentArgs, LATENT_THREADS)
 #endif
