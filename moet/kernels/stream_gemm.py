@@ -135,6 +135,7 @@ INSTANCES = (
     Instance("mxfp4", 8, "swiglu", False, 2, 2),
     Instance("mxfp4", 8, "bf16", True, 2, 2),
     Instance("nvfp4", 4, "swiglu", False, 2, 2),
+    Instance("nvfp4", 4, "bf16", True, 2, 3),
     Instance("nvfp4", 4, "bf16", True, 2, 2),
     Instance("nvfp4", 8, "swiglu", False, 2, 2),
     Instance("nvfp4", 8, "bf16", True, 2, 2),

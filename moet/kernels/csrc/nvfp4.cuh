@@ -7,22 +7,35 @@
 
 constexpr int NVFP4 = 4;  // after the codecs of codec.cuh
 
-// Byte i of four e4m3 scales (never negative) as a float, exact.
-DEVICE float e4m3_scale(uint32_t word, int i) {
+// Byte i of four e4m3 scales (never negative) as a float times 2^-120, exact. A block's sums are multiples
+// of 2^-10 and so its products of 2^-139: none is rounded for being small.
+DEVICE float small_scale(uint32_t word, int i) {
   uint32_t bits = i < 3 ? word << (20 - 8 * i) : word >> 4;
-  return bits_float(bits & 0x07F00000u) * 0x1p120f;
+  return bits_float(bits & 0x07F00000u);
 }
+DEVICE float e4m3_scale(uint32_t word, int i) { return small_scale(word, i) * 0x1p120f; }
+
+// The e5m2 bytes of the magnitudes, for decode_e2m1. Constants that the compiler knows are brought anew
+// for each use; a shuffle's result stays in its register.
+struct E2m1Table {
+  uint32_t low, high;
+  DEVICE explicit E2m1Table(const Masks& masks) {
+    uint32_t e = shuffle(masks.high ^ 0x88888888u, 0) + 14 * 0x04040404u;
+    low = e2m1_low(e), high = e2m1_high(e);
+  }
+};
 
 // One chunk of 128 columns: codes_words[8] of a lane, scale_word of the lane's place in the plane.
 // Returns the chunk's sums, without activation and tensor scales. FEW: of up to four tokens, each of
 // which has two columns of the matrix instruction, so that one brings both blocks: chunk[2], of rows g
 // and g + 8. Otherwise zeros in the weights keep the blocks apart: chunk[4].
 template <bool FEW>
-DEVICE void nvfp4_chunk(const uint32_t* codes_words, uint32_t scale_word, BOperand b, float* chunk) {
+DEVICE void nvfp4_chunk(const uint32_t* codes_words, uint32_t scale_word, const E2m1Table& table, BOperand b,
+                        float* chunk) {
   constexpr int PARTS = FEW ? 1 : 2;  // matrix instructions of a step
   int lane = threadIdx.x & 31;
   uint32_t low_block = lane & 2 ? 0u : ~0u;  // lanes with columns 0..15 of every 32
-  uint32_t e = 14 * 0x04040404u, low = e2m1_low(e), high = e2m1_high(e);
+  uint32_t low = table.low, high = table.high;
 #pragma unroll
   for (int i = 0; i < (FEW ? 2 : 4); i++) chunk[i] = 0.0f;
   uint32_t row0 = 0, row1 = 0, a[2][PARTS][4], before0 = 0, before1 = 0;
@@ -61,7 +74,7 @@ DEVICE void nvfp4_chunk(const uint32_t* codes_words, uint32_t scale_word, BOpera
     for (int block = 0; block < 2; block++) {
       const float* sums = part[(step - 1) & 1][FEW ? 0 : block];
       int of_word = 2 * ((step - 1) & 1) + block;
-      float s0 = e4m3_scale(earlier ? before0 : row0, of_word), s1 = e4m3_scale(earlier ? before1 : row1, of_word);
+      float s0 = small_scale(earlier ? before0 : row0, of_word), s1 = small_scale(earlier ? before1 : row1, of_word);
       if constexpr (FEW) {
         chunk[0] = fma_rn(sums[block], s0, chunk[0]);
         chunk[1] = fma_rn(sums[2 + block], s1, chunk[1]);
@@ -73,5 +86,7 @@ DEVICE void nvfp4_chunk(const uint32_t* codes_words, uint32_t scale_word, BOpera
       }
     }
   }
+#pragma unroll
+  for (int i = 0; i < (FEW ? 2 : 4); i++) chunk[i] *= 0x1p120f;
 }
 // On both arches magnitude 1 decodes to 2^0 with e = 14: nothing to undo.

@@ -136,6 +136,7 @@ struct StreamGemm {
   int tid, lane, warp, group;
   int stages_per_segment, slice_stages, first_item, last_item;
   int cta, ctas;          // this one's number among those that divide the items
+  E2m1Table table;        // NVFP4
 
   float tensor_scale;     // NVFP4: of this warp's matrix and entry
   int parity;             // of the item, for buffers that two items may use at once
@@ -151,7 +152,7 @@ struct StreamGemm {
   const uint8_t *row_start, *base_start;
 
   DEVICE StreamGemm(const StreamArgs& args) : StreamGemm(args, blockIdx.x, gridDim.x) {}
-  DEVICE StreamGemm(const StreamArgs& args, int number, int of) : p(args), cta(number), ctas(of) {
+  DEVICE StreamGemm(const StreamArgs& args, int number, int of) : p(args), cta(number), ctas(of), table(args.masks) {
     tid = threadIdx.x;
     lane = tid & 31;
     int uniform = shuffle(tid >> 5, 0);  // so that the compiler knows it is one value a warp
@@ -212,6 +213,8 @@ struct StreamGemm {
       scales += next_in_segment * (CPS * 4);
     }
   }
+  // From one group of tokens to the next; of one group nothing depends on it.
+  DEVICE uint32_t group_bytes() const { return NT > 1 ? slice_stages * CPS * 1024 : 0; }
   DEVICE int base_row() const { return (lane >> 2) + 8 * (lane & 1); }
 
   DEVICE uint8_t* ring_stage(int s) const { return ring + s * (STAGE_BYTES * THREADS); }
@@ -384,7 +387,7 @@ struct StreamGemm {
 #pragma unroll
       for (int i = 0; i < 4; i++) exponents[c + i / 2][i & 1] = shuffle(e, (lane & ~3) + i);
     }
-    BOperand b = b_operand(activations + stage * (CPS * 1024), slice_stages * CPS * 1024);
+    BOperand b = b_operand(activations + stage * (CPS * 1024), group_bytes());
     uint32_t a[2][4][4];
     float part[2][4];
 #pragma unroll
@@ -412,11 +415,11 @@ struct StreamGemm {
     uint32_t words[CPS], codes[CPS][4 * WORDS];
 #pragma unroll
     for (int c = 0; c < CPS; c++) words[c] = scale_words(s)[c * THREADS], load_codes(s, c, codes[c]);
-    BOperand b = b_operand(activations + stage * (CPS * 1024), slice_stages * CPS * 1024);
+    BOperand b = b_operand(activations + stage * (CPS * 1024), group_bytes());
 #pragma unroll
     for (int c = 0; c < CPS; c++) {
       float part[VALUES];
-      nvfp4_chunk<FEW>(codes[c], words[c], b_advance(b, c * 1024), part);
+      nvfp4_chunk<FEW>(codes[c], words[c], table, b_advance(b, c * 1024), part);
       fold(sum, part, stage * CPS + c, 1.0f);
     }
   }
@@ -435,7 +438,7 @@ struct StreamGemm {
     const uint32_t* words = scale_words(s);
     if constexpr (has_scale_plane(CODEC)) base = load_base(s);
     uint32_t base4 = base * 0x01010101u;
-    BOperand b = b_operand(activations + stage * (CPS * 1024), slice_stages * CPS * 1024);
+    BOperand b = b_operand(activations + stage * (CPS * 1024), group_bytes());
     constexpr int BUFFERS = OVERLAP ? 2 : 1;  // chunks in flight
     uint32_t a[BUFFERS][4][4];
     float part[BUFFERS][4 * NT], weight_scale[CPS];
