@@ -120,7 +120,10 @@ def convert(args: argparse.Namespace) -> int:
     from moet.models.checkpoint import Checkpoint
     from moet.models.convert import convert as run
     from moet.models.convert_plan import ConvertOptions
+    from moet.models.pack import is_pack
 
+    if is_pack(args.checkpoint):
+        raise ConfigError(f"{args.checkpoint} is a pack already; serve it, or give its checkpoint")
     checkpoint = Checkpoint.open(args.checkpoint)
     print(checkpoint.describe())
     options = ConvertOptions(scale_rule=args.scale_rule, dense_dtype=args.dense_dtype)

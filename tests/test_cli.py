@@ -164,6 +164,8 @@ def test_a_checkpoint_and_its_pack_say_the_same(
     assert answers[0] == answers[1]
     assert main(["convert", str(checkpoint), str(pack), "--scale-rule", "inherit"]) == 2
     assert "scale rule" in capsys.readouterr().err
+    assert main(["convert", str(pack), str(tmp_path / "again")]) == 2
+    assert "is a pack already" in capsys.readouterr().err
     assert main(["verify", str(pack)]) == 0
     with (pack / "experts.w2").open("r+b") as file:
         file.write(b"\xff\x00\xff")
