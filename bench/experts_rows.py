@@ -23,7 +23,7 @@ POOL = (
 )
 DISK = (
     "tried: a clock instead of age (a fifth fewer reads), requests counted, older ones less, in "
-    "place of the clock (7 to 13 % fewer in simulation), a row in four pieces at once (4.3 -> 4.1 ms "
+    "place of the clock (7 to 13 % fewer in theory), a row in four pieces at once (4.3 -> 4.1 ms "
     "alone), warming up for 20,000 tokens instead of 2,400 (at 99.3 to 99.5 % hits .065 -> .023 "
     "reads a step, and .77 -> .91 of the pinned rate), who reads a row says so instead of at the "
     "next poll. Profile: a step loses what the drive takes for its reads, at 1.6 GB/s 5 ms a row, "
