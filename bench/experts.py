@@ -48,7 +48,7 @@ from moet.models.base import ResidentProvider
 from moet.runtime.experts.gpu import CachedExperts, HostSide
 from moet.runtime.experts.layer_stream import LayerStream
 
-WARM_STEPS, STEPS = 60, 200
+WARM_STEPS, STEPS, SLOW_STEPS = 60, 200, 40
 TOKENS_A_STEP = {1: 1.0, 3: 2.6}  # rows of a step -> tokens that it yields
 LARGE_POOL, SMALL_POOL = 0.193, 0.152  # of all rows: 14 and 11 GiB of 72.6
 WHOLE_MODEL = 43  # layers
@@ -121,6 +121,7 @@ def timed(
     resident: CapturedStep,
     *,
     warm: int = WARM_STEPS,
+    num_steps: int = STEPS,
 ) -> Results:
     """Steps with a pool and, in turn with them, the same ones with everything resident."""
     num_rows = len(step.ids)
@@ -129,15 +130,15 @@ def timed(
     hits, misses = experts.counts()
     times: list[float] = []
     base: list[float] = []
-    for n in range(STEPS):
+    for n in range(num_steps):
         tokens = rig.tokens(num_rows)
         turns = [(step, times), (resident, base)]
         for run, taken in turns if n % 2 else reversed(turns):
             taken.append(run(tokens))
     after = experts.counts()
     asked, missed = after[0] + after[1] - hits - misses, after[1] - misses
-    step_ms, base_ms = sum(times) / STEPS, sum(base) / STEPS
-    floor_ms = missed / STEPS * rig.form.row_bytes / link * 1e3
+    step_ms, base_ms = sum(times) / num_steps, sum(base) / num_steps
+    floor_ms = missed / num_steps * rig.form.row_bytes / link * 1e3
     layers, whole = len(experts.layers), WHOLE_MODEL / len(experts.layers)
     return {
         "slots": len(experts.tables.row_of),
@@ -156,12 +157,12 @@ def timed(
     }
 
 
-def judged(bench: Bench, experts: CachedExperts, num_rows: int) -> Results:
+def judged(bench: Bench, experts: CachedExperts, num_rows: int, num_steps: int = STEPS) -> Results:
     """A case of decoding: timed, then compared bit for bit."""
     rig, resident = bench.rig, bench.resident[num_rows]
     rig.device.error.zero_()
     step = CapturedStep(rig, experts, num_rows)
-    found = timed(rig, bench.link, experts, step, resident)
+    found = timed(rig, bench.link, experts, step, resident, num_steps=num_steps)
     different = compare(rig, step, resident)
     return found | {
         "same bits": different.same,
@@ -213,7 +214,7 @@ def uniform(bench: Bench) -> Results:
     found: Results = {}
     for name, slots in (("pool 15.2 %", bench.slots(SMALL_POOL)), ("one token's set", TOP_K)):
         experts = bench.rig.pool(bench.host, slots)
-        found[f"{name}, uniform, 1 row"] = judged(bench, experts, 1)
+        found[f"{name}, uniform, 1 row"] = judged(bench, experts, 1, SLOW_STEPS)
         print(name, found[f"{name}, uniform, 1 row"], flush=True)
     return found
 
