@@ -20,33 +20,26 @@ from typing import Protocol, cast
 import msgspec
 
 from moet.config import CacheConfig, SchedulerConfig
-from moet.errors import (
-    CapacityError,
-    ConfigError,
-    ContextLengthError,
-    OverloadedError,
-    RequestError,
-)
+from moet.errors import CapacityError, ConfigError, OverloadedError, RequestError
 from moet.models.base import DraftingModel, ExpertProvider, KVCacheSpec, Model
+from moet.runtime.admission import num_drafts, require_room, require_servable
 from moet.runtime.batch import Batch, StepResult
+from moet.runtime.core_stats import core_stats
 from moet.runtime.device_runner import DeviceModel, DeviceRunner, Placement
 from moet.runtime.draft_length import CostMeter
 from moet.runtime.experts.precision import PrecisionSet
 from moet.runtime.experts.serving import Served
-from moet.runtime.grammar_check import check_grammar
 from moet.runtime.grammar_compiler import CompileJob, GrammarCompiler
 from moet.runtime.kv_cache import KVCache, resume_bytes
-from moet.runtime.kv_disk import DiskStats
 from moet.runtime.metrics import CoreInfo, CoreStats, Counters, ExpertStats
 from moet.runtime.model_runner import ModelRunner
 from moet.runtime.prefix_cache import root_key
 from moet.runtime.sampler import SamplerState
-from moet.runtime.sampling_params import check_precision, validate_params
 from moet.runtime.scheduler import Scheduler
 from moet.runtime.sequence import Sequence
 from moet.runtime.sequence_memory import SequenceMemory
 from moet.runtime.tier_plan import host_cache_blocks, open_tiers
-from moet.types import FinishReason, GrammarSpec, Request, TokenEvent
+from moet.types import FinishReason, Request, TokenEvent
 
 logger = logging.getLogger(__name__)
 
@@ -222,9 +215,7 @@ class EngineCore:
         is compiled: the future that is returned for it then resolves, within step(), or has the
         refusal.
         """
-        max_len = self._validate(request)
-        self._check_queue(len(request.prompt_token_ids))
-        params = request.params
+        max_len, params = self._require_admissible(request), request.params
         eos = () if params.ignore_eos else request.eos_token_ids
         policy = self._precisions.policy(params.precision)
         drawn = self._seeds.getrandbits(63)  # always, so that one request moves no other's draw
@@ -236,7 +227,7 @@ class EngineCore:
             root=root_key(request.cache_salt, self._precisions.of_prompt(policy)),
             stop_ids=frozenset(params.stop_token_ids).union(eos),
             token_ids=list(request.prompt_token_ids),
-            num_spec_tokens=self._spec_tokens(request),
+            num_spec_tokens=num_drafts(params, self._info.num_spec_tokens),
             shares_generated=self._precisions.shares_generated(policy),
         )
         # Above temperature 0 tokens depend on the number of drafts: a seed asks for a steady one.
@@ -251,6 +242,29 @@ class EngineCore:
         waiting = _Compiling(seq, self._grammars.start(request.grammar), Future())
         self._compiling[request.request_id] = waiting
         return waiting.queued
+
+    def _require_admissible(self, request: Request) -> int:
+        """The most tokens that its sequence may reach; raises as `submit`."""
+        scheduler = self._scheduler
+        if request.request_id in scheduler.sequences or request.request_id in self._compiling:
+            raise RequestError(
+                f"request id {request.request_id!r} is in use; ids must be unique",
+                param="request_id",
+            )
+        max_len = require_servable(
+            request, self._info, scheduler.memory.num_pages_for, self._grammars is not None
+        )
+        try:
+            require_room(
+                scheduler.config,
+                num_waiting=scheduler.num_new + len(self._compiling),
+                waiting_tokens=scheduler.num_new_tokens,
+                num_tokens=len(request.prompt_token_ids),
+            )
+        except OverloadedError:
+            self._counters.num_rejected += 1
+            raise
+        return max_len
 
     def abort(self, request_id: str, *, reason: FinishReason = FinishReason.ABORT) -> None:
         """End a request at once; its last event, with this reason, comes from the next step().
@@ -332,59 +346,7 @@ class EngineCore:
 
     def stats(self) -> CoreStats:
         """The books as they are now. O(1) but for the histograms."""
-        memory, counters = self._scheduler.memory, self._counters
-        pool, cache, tiers = memory.cache.pool, memory.cache, memory.tiers
-        disk = tiers.disk_stats() if tiers else DiskStats()
-        held = pool.num_used - cache.num_evictable
-        return CoreStats(
-            num_running=len(self._scheduler.running),
-            num_waiting=self._scheduler.num_waiting,
-            num_used_pages=held,
-            num_cached_pages=cache.num_evictable,
-            num_used_host_blocks=memory.host.num_used,
-            num_used_snapshots=cache.snapshots.num_used,
-            kv_cache_usage=held / pool.num_pages,
-            num_steps=counters.num_steps,
-            prompt_tokens=counters.prompt_tokens,
-            generation_tokens=counters.generation_tokens,
-            cached_tokens=counters.cached_tokens,
-            prefix_queries=counters.prefix_queries,
-            prefix_hits=counters.prefix_hits,
-            num_preemptions=counters.num_preemptions,
-            num_recomputed=counters.num_recomputed,
-            num_rejected=counters.num_rejected,
-            num_queue_timeouts=counters.num_queue_timeouts,
-            num_corrupted=counters.num_corrupted,
-            num_failed_steps=counters.num_failed_steps,
-            num_split_steps=counters.num_split_steps,
-            num_host_hits=counters.num_host_hits,
-            num_host_dropped=counters.num_host_dropped,
-            num_disk_hits=counters.num_disk_hits,
-            num_host_cache_blocks=tiers.host.pool.num_used if tiers else 0,
-            disk_cache_bytes=disk.num_bytes,
-            num_disk_written=disk.num_written,
-            num_disk_evicted=disk.num_evicted,
-            num_disk_rejected=disk.num_rejected,
-            num_disk_foreign=disk.num_foreign,
-            num_disk_errors=disk.num_errors,
-            num_drafts=counters.num_drafts,
-            num_draft_tokens=counters.num_draft_tokens,
-            num_accepted_tokens=sum(counters.accepted_by_position),
-            num_accepted_by_position=list(counters.accepted_by_position),
-            num_grammar_hits=counters.num_grammar_hits,
-            num_grammars_refused=counters.num_grammars_refused,
-            finished=dict(counters.finished),
-            step_time_s=counters.step_time_s.stats(),
-            step_tokens=counters.step_tokens.stats(),
-            time_to_first_token_s=counters.time_to_first_token_s.stats(),
-            inter_token_latency_s=counters.inter_token_latency_s.stats(),
-            time_per_output_token_s=counters.time_per_output_token_s.stats(),
-            request_latency_s=counters.request_latency_s.stats(),
-            queue_time_s=counters.queue_time_s.stats(),
-            prefill_time_s=counters.prefill_time_s.stats(),
-            decode_time_s=counters.decode_time_s.stats(),
-            grammar_compile_s=counters.grammar_compile_s.stats(),
-        )
+        return core_stats(self._scheduler, self._counters)
 
     def check(self) -> None:
         """Raise AssertionError if the books do not balance. Between steps; O(pages)."""
@@ -519,82 +481,6 @@ class EngineCore:
         if not self.has_work:
             self._scheduler.memory.check_idle()
         return events
-
-    def _validate(self, request: Request) -> int:
-        """Refuse what can never be served; returns the most tokens the sequence may reach."""
-        prompt, params, window = request.prompt_token_ids, request.params, self._info.max_model_len
-        if request.request_id in {**self._scheduler.sequences, **self._compiling}:
-            raise RequestError(
-                f"request id {request.request_id!r} is in use; ids must be unique",
-                param="request_id",
-            )
-        if not prompt:
-            raise RequestError("the prompt has no tokens; it needs at least one", param="prompt")
-        least = 0 if params.max_tokens == 0 else 1
-        if len(prompt) + least > window:
-            raise ContextLengthError(
-                f"prompt has {len(prompt)} tokens; this server allows {window - least} with room "
-                f"for an answer (--max-model-len {window}); {self._pages(len(prompt) + least)}"
-            )
-        validate_params(params, self._info.vocab_size, window)
-        check_precision(params.precision, self._info.precision, self._info.precisions)
-        low, high = min(prompt), max(prompt)
-        if low < 0 or high >= self._info.vocab_size:
-            raise RequestError(
-                f"prompt has token id {low if low < 0 else high}; ids must be from 0 to "
-                f"{self._info.vocab_size - 1}",
-                param="prompt",
-            )
-        if request.grammar is not None:
-            self._validate_grammar(request, request.grammar)
-        if params.max_tokens is None:
-            return window
-        total = len(prompt) + params.max_tokens
-        if total > window:
-            raise ContextLengthError(
-                f"prompt has {len(prompt)} tokens and max_tokens is {params.max_tokens}, together "
-                f"{total}; this server allows {window} (--max-model-len); shorten the prompt or "
-                f"ask for at most {window - len(prompt)}; {self._pages(total)}"
-            )
-        return total
-
-    def _validate_grammar(self, request: Request, spec: GrammarSpec) -> None:
-        if self._grammars is None:
-            message = "this engine has no tokenizer, so it cannot hold an answer to a grammar"
-            raise RequestError(message, param=spec.param)
-        if request.params.ignore_eos or not request.eos_token_ids:
-            message = "ignore_eos and a grammar exclude each other: the grammar ends the answer"
-            raise RequestError(message, param="ignore_eos")
-        ids = [*spec.forbidden_token_ids, *request.eos_token_ids]
-        ids += [] if spec.after_token_id is None else [spec.after_token_id]
-        if not all(0 <= token_id < self._info.vocab_size for token_id in ids):
-            message = f"the grammar names a token that is not among {self._info.vocab_size}"
-            raise RequestError(message, param=spec.param)
-        check_grammar(spec)
-
-    def _spec_tokens(self, request: Request) -> int:
-        limit, asked = self._info.num_spec_tokens, request.params.spec_tokens
-        return limit if asked is None else min(asked, limit)
-
-    def _pages(self, num_tokens: int) -> str:
-        needed = self._scheduler.memory.num_pages_for(num_tokens)
-        return f"{needed} pages needed, {self._info.num_pages} exist"
-
-    def _check_queue(self, num_tokens: int) -> None:
-        scheduler, config = self._scheduler, self._scheduler.config
-        waiting = scheduler.num_new_tokens
-        if scheduler.num_new + len(self._compiling) >= config.max_queued_requests:
-            self._counters.num_rejected += 1
-            raise OverloadedError(
-                f"{scheduler.num_new} requests wait; this server queues "
-                f"{config.max_queued_requests} (--max-queued-requests); try again later"
-            )
-        if waiting and waiting + num_tokens > config.max_queued_tokens:
-            self._counters.num_rejected += 1
-            raise OverloadedError(
-                f"{waiting} prompt tokens wait and this request brings {num_tokens}; this server "
-                f"queues {config.max_queued_tokens} (--max-queued-tokens); try again later"
-            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -242,10 +242,12 @@ def test_refusals_name_value_limit_and_remedy() -> None:
 def test_a_full_queue_refuses_and_recovers() -> None:
     core = make_core(max_num_seqs=1, max_queued_requests=2, max_queued_tokens=20)
     core.submit(request("a", [1] * 15))
-    with pytest.raises(OverloadedError, match=r"15 prompt tokens wait.*6.*20.*max-queued-tokens"):
+    with pytest.raises(
+        OverloadedError, match=r"15 prompt tokens wait.*6.*20.*max-num-queued-tokens"
+    ):
         core.submit(request("b", [1] * 6))
     core.submit(request("b", [1] * 5))
-    with pytest.raises(OverloadedError, match=r"2 requests wait.*max-queued-requests"):
+    with pytest.raises(OverloadedError, match=r"2 requests wait.*max-num-queued-reqs"):
         core.submit(request("c", [1]))
     assert core.stats().num_rejected == 2
     core.step()  # "a" starts
