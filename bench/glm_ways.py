@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.lone_rank import LoneComm
 from bench.timeline import Moment, by_name, one_layer
-from moet.kernels import triton_mla_attention
+from moet.kernels import triton_mla, triton_mla_attention
 from moet.models.glm_moe_dsa import GlmMoeDsa
 from moet.models.sharding import Comm
 from moet.runtime.parallel.device import DeviceComm
@@ -17,19 +17,24 @@ from moet.runtime.parallel.device import DeviceComm
 WAYS: dict[str, dict[str, Any]] = {
     "as bound": {},
     "sums by launches": {"unsummed": False, "on_read": False},
-    "16 MiB fetched": {"FETCHED_BYTES": 16 << 20},
-    "32 MiB fetched": {"FETCHED_BYTES": 32 << 20},
+    "four stages of heads": {"MOST_AT_ONCE": 0},
+    "heads brought near": {"NEAR": True},
+    "heads brought near and 16 MiB fetched": {"NEAR": True, "FETCHED_BYTES": 16 << 20},
+    "heads brought near and 32 MiB fetched": {"NEAR": True, "FETCHED_BYTES": 32 << 20},
 }
-
-
-BOUND = {name: getattr(triton_mla_attention, name) for name in ("HEADS_APART", "FETCHED_BYTES")}
+CHOICES = (
+    (triton_mla, "NEAR"),
+    (triton_mla, "MOST_AT_ONCE"),
+    (triton_mla_attention, "FETCHED_BYTES"),
+)
+BOUND = {name: getattr(module, name) for module, name in CHOICES}
 
 
 def take_way(model: object, comm: Comm, way: dict[str, Any]) -> None:
     """Bind a model's steps as a way has it; {} is as they are bound."""
     assert isinstance(model, GlmMoeDsa)
-    for name, bound in BOUND.items():
-        setattr(triton_mla_attention, name, way.get(name, bound))
+    for module, name in CHOICES:
+        setattr(module, name, way.get(name, BOUND[name]))
     layers = [*model.layers, *([] if model.mtp is None else [model.mtp.layer])]
     for layer in layers:
         if layer.moe is not None:

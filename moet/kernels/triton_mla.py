@@ -32,6 +32,8 @@ from moet.kernels.triton_common import (
 
 OUTPUTS = BLOCK  # of a head's matrix that a program makes: the rows of matrix instructions
 INPUTS = BLOCK  # of one of its steps
+NEAR = False  # whether few rows' programs ask for weights before their inputs are there
+MOST_AT_ONCE = 512  # inputs whose weights few rows' programs ask for at once
 FEW_ROWS, MANY_ROWS = 16, 64  # columns of matrix instructions
 HEADS_EACH = 16  # that a program turns
 
@@ -57,11 +59,11 @@ def norm_groups(
     GROUPS: tl.constexpr,
     QUANT: tl.constexpr,
 ):
-    """RMS norm of a row, and its e4m3 codes and scales if QUANT. x: fp32, by grouped_columns, 0
-    beyond DIM."""
+    """RMS norm of a row, and its e4m3 codes and scales if QUANT. x, weight: fp32, by
+    grouped_columns, 0 beyond DIM."""
     d = grouped_columns(GROUPS)
     square = tl.sum(tl.sum(tl.sum(x * x, 2), 1), 0)
-    x = x * tl.rsqrt(square / DIM + eps) * tl.load(weight + d, mask=d < DIM, other=0.0)
+    x = x * tl.rsqrt(square / DIM + eps) * weight
     x = x.to(values.dtype.element_ty)
     tl.store(values + row * DIM + d, x, mask=d < DIM)
     if QUANT:
@@ -110,25 +112,23 @@ def store_nvfp4_latent(x, data, LATENT: tl.constexpr, ROPE: tl.constexpr):
 
 @triton.jit
 def store_latent_row(
-    kv,
+    x,
+    key,
     weight,
-    cos_ptr,
-    sin_ptr,
+    cos,
+    sin,
+    kv,
     data,
-    row,
     eps,
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
     NVFP4: tl.constexpr,
 ):
-    """Norm of the latent, rotation of the key behind it, and both as bytes of a row."""
-    d = tl.arange(0, LATENT)
-    x = tl.load(kv + d).to(tl.float32)
-    x = x * tl.rsqrt(tl.sum(x * x, 0) / LATENT + eps) * tl.load(weight + d)
+    """Norm of the latent x, rotation of the key behind it, and both as bytes of a row. kv: a
+    pointer to what their dtype was."""
+    x = x * tl.rsqrt(tl.sum(x * x, 0) / LATENT + eps) * weight
     x = x.to(kv.dtype.element_ty).to(tl.float32)
     r = tl.arange(0, ROPE)
-    key = tl.load(kv + LATENT + r).to(tl.float32)
-    cos, sin = load_rotation(cos_ptr, sin_ptr, row, ROPE, ROPE)
     key = tl.reshape(rotate_pairs(tl.reshape(key, [1, ROPE]), cos, sin), [ROPE])
     key = key.to(kv.dtype.element_ty)
     if NVFP4:
@@ -142,40 +142,36 @@ def store_latent_row(
 
 
 @triton.jit
-def rotate_first(
-    x, cos_ptr, sin_ptr, row, ROWS: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr
-):
-    """Rotate the first ROPE values of each of ROWS vectors. x: [ROWS, DIM] fp32."""
+def first_rotation(cos_ptr, sin_ptr, row, DIM: tl.constexpr, ROPE: tl.constexpr):
+    """cos and sin of all pairs of a vector whose first ROPE values turn, each [1, DIM / 2]."""
     pair = tl.arange(0, DIM // 2)
     at = row * (ROPE // 2) + pair
     cos = tl.load(cos_ptr + at, mask=pair < ROPE // 2, other=1.0)
     sin = tl.load(sin_ptr + at, mask=pair < ROPE // 2, other=0.0)
-    return rotate_pairs(x, cos[None, :], sin[None, :])
+    return cos[None, :], sin[None, :]
 
 
 @triton.jit
 def store_index_key(
-    own,
+    x,
     weight,
     bias,
-    cos_ptr,
-    sin_ptr,
+    cos,
+    sin,
     page,
     place,
-    row,
     eps,
     like,
     ENTRIES: tl.constexpr,
     DIM: tl.constexpr,
-    ROPE: tl.constexpr,
 ):
     """Norm, rotation and e4m3 of a row's index key. like: a pointer to what its dtype is."""
     d = tl.arange(0, DIM)
-    x = tl.load(own + d).to(like.dtype.element_ty).to(tl.float32)
+    x = x.to(like.dtype.element_ty).to(tl.float32)
     x = x - tl.sum(x, 0) / DIM
     x = x * tl.rsqrt(tl.sum(x * x, 0) / DIM + eps)
-    x = (x * tl.load(weight + d) + tl.load(bias + d)).to(like.dtype.element_ty).to(tl.float32)
-    x = rotate_first(tl.reshape(x, [1, DIM]), cos_ptr, sin_ptr, row, 1, DIM, ROPE)
+    x = (x * weight + bias).to(like.dtype.element_ty).to(tl.float32)
+    x = rotate_pairs(tl.reshape(x, [1, DIM]), cos, sin)
     x = tl.reshape(x.to(like.dtype.element_ty).to(tl.float32), [DIM])
     byte = e4m3_exponent(tl.max(tl.abs(x), 0))
     tl.store(page + place * DIM + d, e4m3_codes(x * power_of_two(254 - byte)).to(tl.uint8))
@@ -216,36 +212,51 @@ def store_inputs(
     QUANT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Row and part: the query latent, the stored row, the index key if there is one."""
-    begin(OVERLAP)
+    """Row and part: the query latent, the stored row, the index key if there is one. Each asks for
+    all that it reads at once, as the barriers see to."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    slot = tl.load(slots + row)
     if part == 0:
-        d = grouped_columns(RANK_GROUPS)
-        x = tl.load(q_kv + row * stride + d, mask=d < RANK, other=0.0).to(tl.float32)
-        norm_groups(x, q_weight, values, codes, scales, row, eps, RANK, RANK_GROUPS, QUANT)
-    elif slot >= 0:
-        page, place = slot // ENTRIES, slot % ENTRIES
-        if part == 1:
-            data = latents + tl.multiple_of(page * LATENT_PAGE + place * ROW_BYTES, 16)
-            kv = q_kv + row * stride + RANK
-            store_latent_row(kv, kv_weight, cos_ptr, sin_ptr, data, row, eps, LATENT, ROPE, NVFP4)
-        elif INDEX_DIM > 0:
+        q_at = grouped_columns(RANK_GROUPS)
+        q_scale = tl.load(q_weight + q_at, mask=q_at < RANK, other=0.0)
+        begin(OVERLAP)
+        q = tl.load(q_kv + row * stride + q_at, mask=q_at < RANK, other=0.0).to(tl.float32)
+        norm_groups(q, q_scale, values, codes, scales, row, eps, RANK, RANK_GROUPS, QUANT)
+    elif part == 1:
+        kv_at = tl.arange(0, LATENT)
+        kv_scale = tl.load(kv_weight + kv_at)
+        begin(OVERLAP)
+        slot = tl.load(slots + row)
+        kv = q_kv + row * stride + RANK
+        latent = tl.load(kv + kv_at).to(tl.float32)
+        turned = tl.load(kv + LATENT + tl.arange(0, ROPE)).to(tl.float32)
+        cos, sin = load_rotation(cos_ptr, sin_ptr, row, ROPE, ROPE)
+        tl.debug_barrier()
+        if slot >= 0:
+            at = slot // ENTRIES * LATENT_PAGE + slot % ENTRIES * ROW_BYTES
+            data = latents + tl.multiple_of(at, 16)
+            store_latent_row(latent, turned, kv_scale, cos, sin, kv, data, eps, LATENT, ROPE, NVFP4)
+    elif INDEX_DIM > 0:
+        key_at = tl.arange(0, INDEX_DIM)
+        key_scale, key_shift = tl.load(key_weight + key_at), tl.load(key_bias + key_at)
+        begin(OVERLAP)
+        place = tl.load(slots + row)
+        key = tl.load(projected + row * projected_stride + key_at)
+        key_cos, key_sin = first_rotation(cos_ptr, sin_ptr, row, INDEX_DIM, ROPE)
+        tl.debug_barrier()
+        if place >= 0:
             store_index_key(
-                projected + row * projected_stride,
-                key_weight,
-                key_bias,
-                cos_ptr,
-                sin_ptr,
-                keys + page * KEY_PAGE,
-                place,
-                row,
+                key,
+                key_scale,
+                key_shift,
+                key_cos,
+                key_sin,
+                keys + place // ENTRIES * KEY_PAGE,
+                place % ENTRIES,
                 index_eps,
                 q_kv,
                 ENTRIES,
                 INDEX_DIM,
-                ROPE,
             )
 
 
@@ -286,13 +297,30 @@ def turn_heads(
         place = h[:, None] * INDEX_DIM + tl.arange(0, INDEX_DIM)[None, :]
         own = q + row * stride + HEADS * (NOPE + ROPE)
         wide = tl.load(own + place, mask=real, other=0.0).to(tl.float32)
-        wide = rotate_first(wide, cos_ptr, sin_ptr, row, EACH, INDEX_DIM, ROPE)
+        own_cos, own_sin = first_rotation(cos_ptr, sin_ptr, row, INDEX_DIM, ROPE)
+        wide = rotate_pairs(wide, own_cos, own_sin)
         wide = wide.to(q.dtype.element_ty).to(tl.float32)
         byte = e4m3_exponent(tl.max(tl.abs(wide), 1))
         code = e4m3_codes(wide * power_of_two(254 - byte)[:, None]).to(tl.uint8)
         value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32) * power_of_two(byte)[:, None]
         value = value.to(index.dtype.element_ty)  # exact
         tl.store(index + row * INDEX_HEADS * INDEX_DIM + place, value, mask=real)
+
+
+@triton.jit
+def bring_near(weight, first, COUNT: tl.constexpr, LINES: tl.constexpr):
+    """Ask for COUNT values from weight + first on, before what multiplies them is there. LINES: a
+    power of two, at least as many as they fill of 128 bytes."""
+    EACH: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
+    line = tl.minimum(tl.arange(0, LINES), COUNT // EACH - 1)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [(weight + first + line * EACH).to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -351,14 +379,17 @@ def multiply_heads(
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     QUANT: tl.constexpr,
+    LINES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """OUTPUTS of a head for a tile of rows, as values, or as e4m3 with a scale if QUANT, which
-    takes 128 outputs."""
-    begin(OVERLAP)
+    takes 128 outputs. LINES: as bring_near has it, or 0."""
     BLOCKS: tl.constexpr = (N + OUTPUTS - 1) // OUTPUTS
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     block = tl.program_id(0) % BLOCKS
+    if LINES > 0:
+        bring_near(weight, (head * N + block * OUTPUTS) * K, OUTPUTS * K, LINES)
+    begin(OVERLAP)
     n = block * OUTPUTS + tl.arange(0, OUTPUTS)
     t = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     acc = tile_of(x, weight, scales, head, n, t, num_rows, x_row, x_head, N, K, INPUTS)
@@ -403,12 +434,17 @@ def make_queries(
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
+    LINES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Tile of rows and part: a head's outputs, or behind all of them what turns of one row."""
-    begin(OVERLAP)
+    """Tile of rows and part: a head's outputs, or behind all of them what turns of one row. LINES:
+    as bring_near has it, or 0."""
     PLACES: tl.constexpr = HEADS * ((LATENT + OUTPUTS - 1) // OUTPUTS)
     place, tile = tl.program_id(0), tl.program_id(1)
+    if LINES > 0:  # noqa: SIM102
+        if place < PLACES:
+            bring_near(weight, place.to(tl.int64) * OUTPUTS * NOPE, OUTPUTS * NOPE, LINES)
+    begin(OVERLAP)
     if place < PLACES:
         BLOCKS: tl.constexpr = PLACES // HEADS
         head = (place // BLOCKS).to(tl.int64)
@@ -551,6 +587,7 @@ def latent_queries(
             ROWS=rows,
             OUTPUTS=OUTPUTS,
             INPUTS=min(INPUTS, nope),
+            LINES=_lines(w_uk, OUTPUTS, rows) if q.is_cuda else 0,
             num_warps=4,
             num_stages=4,
             **overlap(q),
@@ -560,6 +597,15 @@ def latent_queries(
 
 def _tile_rows(num_rows: int) -> int:
     return FEW_ROWS if num_rows <= FEW_ROWS else MANY_ROWS
+
+
+def _lines(weight: HeadMatrices, outputs: int, rows: int) -> int:
+    """For bring_near, of a program of few rows; 0 where a head's outputs are no whole programs."""
+    _, n, k = weight.values.shape
+    if rows != FEW_ROWS or n % outputs or not NEAR:
+        return 0
+    num_bytes = outputs * k * weight.values.element_size()
+    return int(triton.next_power_of_2(triton.cdiv(num_bytes, 128)))
 
 
 def _operands(weight: HeadMatrices) -> tuple[Tensor, Tensor]:
@@ -595,8 +641,9 @@ def head_products(x: Tensor, weight: HeadMatrices, *, quantised: bool) -> Activa
             OUTPUTS=outputs,
             INPUTS=min(INPUTS, k),
             QUANT=quant,
+            LINES=_lines(weight, outputs, rows) if x.is_cuda else 0,
             num_warps=4,
-            num_stages=4,
+            num_stages=1 + k // INPUTS if rows == FEW_ROWS and k <= MOST_AT_ONCE else 4,
             **overlap(x),
         )
     return Activations(None, codes, scale) if quant else Activations(values)
