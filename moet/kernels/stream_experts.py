@@ -383,14 +383,16 @@ class ExpertPool:
         error: Tensor,
         weigh_output: bool = False,
         shared: Tensor | None = None,
+        rows: int = 8,
     ) -> Tensor:
         """The whole routed mixture of a decode step: x [T, D] bf16 -> [T, D] fp32.
 
         expert_ids [T, top_k] int64; weights [T, top_k] fp32 multiply the hidden values, or with
-        weigh_output the experts' outputs. Activations are e4m3 per 128 before each product.
+        weigh_output the experts' outputs. Activations are e4m3 per 128 before each product. rows:
+        most of an entry of the work list.
         """
         top_k = expert_ids.shape[1]
-        work = plan(launcher, expert_ids, slot_of, error=error)
+        work = plan(launcher, expert_ids, slot_of, error=error, rows=rows)
         q, scale = quantise(launcher, x)
         h = self.gate_up(
             launcher,

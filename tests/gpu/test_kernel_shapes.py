@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moet.kernels import decode_experts, prefill_gemm
+from moet.kernels import decode_experts, prefill_gemm, stream_experts
 from moet.kernels.cubin import Kernels
 from moet.kernels.layout import ExpertRows, Mxfp4Rows, W2Rows
 from moet.kernels.nvfp4_rows import Nvfp4Rows
@@ -113,7 +113,15 @@ def routed(t: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(("d", "i"), [named(x, x[1] == 512) for x in SHARDS])
 @pytest.mark.parametrize("kind", FORMATS)
-def test_experts(kernels: Kernels, error: Tensor, kind: type[ExpertRows], d: int, i: int) -> None:
+def test_experts(
+    kernels: Kernels,
+    error: Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[ExpertRows],
+    d: int,
+    i: int,
+) -> None:
+    monkeypatch.setattr(stream_experts, "FEW_ROWS", 4)
     pool, values = make_pool(kind(d, i))
     slot_of = torch.arange(EXPERTS, device="cuda")
     limit = float(d) ** 0.5
@@ -165,8 +173,11 @@ def check_decode(
 ) -> None:
     """Decode gives the bits of prefill, whoever else is in the step."""
     slot_of = torch.arange(EXPERTS, device="cuda")
-    decoded = pool.mixture(kernels, x, ids, weights, slot_of, limit=limit, error=error)
-    assert torch.equal(decoded, expected)
+    for most in (8, 4):
+        decoded = pool.mixture(
+            kernels, x, ids, weights, slot_of, limit=limit, error=error, rows=most
+        )
+        assert torch.equal(decoded, expected), f"entries of {most} rows"
     for rows in (slice(0, 1), slice(0, 3), slice(max(0, len(x) - 8), len(x))):
         some = x[rows].contiguous()
         choice = decode_experts.given(
