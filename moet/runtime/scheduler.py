@@ -20,7 +20,6 @@ import heapq
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from time import perf_counter
 
 import msgspec
@@ -31,6 +30,7 @@ from moet.runtime.batch import Batch, Row, StepResult
 from moet.runtime.draft_length import CostMeter, StepCosts, draft_length
 from moet.runtime.metrics import Counters
 from moet.runtime.pace import PrefillPace
+from moet.runtime.parts_left import PartsLeft
 from moet.runtime.sequence import Sequence, Status
 from moet.runtime.sequence_memory import SequenceMemory
 from moet.types import FinishReason, TokenEvent, TokenLogprobs
@@ -69,7 +69,7 @@ class Scheduler:
         self._stuck: tuple[int, int] | None = None  # for whom nobody's leaving would make room
         self._events: list[TokenEvent] = []
         self._num_parts, self._divisible = num_parts, divisible
-        self._pass: _DividedPass | None = None
+        self._pass: PartsLeft | None = None
         self._has_waited = False  # drafting sequences, in the last step, for others of their kind
         self._arrivals: deque[Sequence] = deque()  # that may run out of time in the queue
 
@@ -119,7 +119,7 @@ class Scheduler:
         batch = Batch([], rows, num_decoding)
         if divides and len(rows) > num_decoding and all(map(self._divisible, rows[num_decoding:])):
             batch.begins, rows[num_decoding:] = rows[num_decoding:], []
-            self._pass = _DividedPass(batch.begins, self._num_parts)
+            self._pass = PartsLeft(batch.begins, self._num_parts)
         if self._pass is not None:
             self._go_on(self._pass, batch, num_users)
         batch.commands = self.memory.take_commands()
@@ -145,20 +145,13 @@ class Scheduler:
             budget = self.pace.rows(len(rows), budget)
         return budget
 
-    def _go_on(self, divided: _DividedPass, batch: Batch, num_users: int) -> None:
-        """Give a batch the parts of the pass that it may carry; all if nobody waits, or if one of
-        its sequences leaves, and none if all of them have ended."""
-        if divided.is_over:
-            num_parts = 0
-        elif divided.is_stale or num_users == 0:
-            num_parts = divided.num_left
-        else:
-            num_parts = min(self.pace.parts(num_users, divided.num_rows), divided.num_left)
-        divided.num_left -= num_parts
-        batch.num_parts, batch.num_rows_passing = num_parts, divided.num_rows
-        batch.ends_pass = divided.is_over or divided.num_left == 0
+    def _go_on(self, left: PartsLeft, batch: Batch, num_users: int) -> None:
+        """Give a batch the parts of the pass that it may carry, all if nobody decodes."""
+        wanted = self.pace.parts(num_users, left.num_rows) if num_users else left.num_parts
+        batch.num_parts, batch.ends_pass = left.take(wanted)
+        batch.num_rows_passing = left.num_rows
         if batch.ends_pass:
-            batch.rows += divided.rows
+            batch.rows += left.rows
             self._pass = None
 
     def commit(self, batch: Batch, result: StepResult) -> list[TokenEvent]:
@@ -567,29 +560,3 @@ class Scheduler:
             num_draft_tokens=seq.num_drafted,
             num_accepted_tokens=seq.num_accepted,
         )
-
-
-@dataclass(slots=True)
-class _DividedPass:
-    """Rows of a pass of which num_left parts are to be carried out."""
-
-    rows: list[Row]
-    num_left: int
-    num_rows: int = field(init=False)
-    arrivals: frozenset[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.num_rows = sum(row.num_tokens for row in self.rows)
-        self.arrivals = frozenset(row.seq.arrival for row in self.rows)
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether a sequence has ended or lost its place."""
-        return any(
-            row.seq.status is not Status.RUNNING or row.epoch != row.seq.epoch for row in self.rows
-        )
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nobody waits for it."""
-        return all(row.seq.status is Status.FINISHED for row in self.rows)
