@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moet.kernels.comm import PeerArgs, RankPart
 from moet.kernels.device_gemm import Device
 from moet.kernels.mixture import MAX_CHOICES, Mixture
 from moet.kernels.quant import Activations
@@ -38,7 +37,6 @@ class StreamsArgs(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in POINTERS.split()),
         *((name, ctypes.c_float) for name in ("norm_eps", "hc_eps")),
         *((name, ctypes.c_int) for name in ("rows", "rows_each", "dim", "outs", "iters")),
-        ("peers", PeerArgs),
         *((name, ctypes.c_void_p) for name in ("parts", "part_weights", "shared", "expert_ids")),
         ("top_k", ctypes.c_int),
     ]
@@ -73,10 +71,9 @@ class Site:
 class Pending:
     """What is not in the streams yet: y [n, dim] of a sublayer, its post [n, 4], mix [n, 4, 4].
 
-    y may be a rank's part, of at most FUSED_ROWS rows, or a mixture's parts, of at most MIXED_ROWS.
-    """
+    y may be a mixture's parts, of at most MIXED_ROWS rows."""
 
-    y: Tensor | RankPart | Mixture
+    y: Tensor | Mixture
     post: Tensor
     mix: Tensor
 
@@ -126,9 +123,6 @@ def collapse(
     )
     if pending is not None:
         given = pending.y
-        if isinstance(given, RankPart):
-            assert num_rows <= FUSED_ROWS
-            args.peers, given = given.links.arguments(), given.part
         if isinstance(given, Mixture):
             assert num_rows <= MIXED_ROWS
             _fill(args, given)
@@ -179,16 +173,14 @@ def _launch(device: Device, args: StreamsArgs) -> None:
 
 
 def _has_clusters(device: Device, args: StreamsArgs) -> bool:
-    """Of a row alone only if other ranks are waited for, which a cluster's few warps do."""
-    several = args.rows > 1 or args.peers.ranks > 0
-    return several and device.arch == "sm90a" and args.dim == CLUSTER_DIM
+    """A row alone is finished sooner by a CTA that holds what it needs."""
+    return args.rows > 1 and device.arch == "sm90a" and args.dim == CLUSTER_DIM
 
 
 def _run_clusters(device: Device, args: StreamsArgs) -> None:
     """A row to a cluster, whose CTAs need no memory to add their parts."""
-    form = "_summed" if args.peers.ranks else "_mixed" if args.parts else ""
     device.launcher.launch(
-        f"streams_cluster{form}",
+        "streams_cluster_mixed" if args.parts else "streams_cluster",
         grid=args.rows * CLUSTER_CTAS,
         threads=STEP_THREADS,
         shared_bytes=CLUSTER_SHARED,
@@ -199,8 +191,6 @@ def _run_clusters(device: Device, args: StreamsArgs) -> None:
 
 def _step_kernel(args: StreamsArgs) -> str:
     """One row's CTAs are few enough to hold what they finish with from the start."""
-    if args.peers.ranks:
-        return "streams_step_summed"
     held = "_held" if args.rows == 1 else ""
     return f"streams_step{held}{'_mixed' if args.parts else ''}"
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moet.kernels.comm import RankPart, added
+from moet.kernels.comm import added
 from moet.kernels.gemm import matmul
 from moet.kernels.mixture import Mixture
 from moet.kernels.norm import rms_norm
@@ -151,7 +151,7 @@ def hc_enter(
 
 @op(tolerance=2**-7)
 def hc_pass(
-    y: Tensor | RankPart | Mixture,
+    y: Tensor | Mixture,
     streams: Tensor,
     post: Tensor,
     mix: Tensor,
@@ -166,9 +166,8 @@ def hc_pass(
 ) -> tuple[Tensor, Tensor | Activations, Tensor, Tensor]:
     """From one sublayer's output to the next one's input: hc_post, then hc_enter on its result.
 
-    y, streams, post, mix: as in hc_post; y may be what several ranks have parts of. The others: of
-    the next site. Returns the new streams,
-    the normed input x [n, dim], and the next site's post and mix.
+    y, streams, post, mix: as in hc_post; y may be a mixture, not summed. The others: of the next
+    site. Returns the new streams, the normed input x [n, dim], and the next site's post and mix.
     """
     streams = hc_post(added(y), streams, post, mix)
     x, post, mix = hc_enter(
@@ -232,7 +231,7 @@ def _hc_enter_placed(
 
 @hc_pass.impl("cuda", supports=_placed_fit)
 def _hc_pass_placed(
-    y: Tensor | RankPart | Mixture,
+    y: Tensor | Mixture,
     streams: Tensor,
     post: Tensor,
     mix: Tensor,
@@ -302,7 +301,7 @@ def _hc_enter(
 
 @hc_pass.impl("triton", supports=_streams_fit)
 def _hc_pass(
-    y: Tensor | RankPart | Mixture,
+    y: Tensor | Mixture,
     streams: Tensor,
     post: Tensor,
     mix: Tensor,

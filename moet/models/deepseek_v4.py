@@ -281,7 +281,7 @@ class Attention:
         self.wo_a = GroupedLinear(weights, "wo_a", groups, config.o_lora_rank, group_in)
         self.wo_b = weights.input_linear("wo_b", dim, groups * config.o_lora_rank)
 
-    def __call__(self, x: Tensor | Activations, step: Step) -> Tensor | RankPart:
+    def __call__(self, x: Tensor | Activations, step: Step) -> Tensor:
         """x: [n, dim], normalised. Returns [n, dim] and updates this layer's state."""
         cos_sin = step.compress if self.ratio else step.main
         qr_kv, projected = self._projections(x)
@@ -360,7 +360,7 @@ class Residual:
     def __init__(self, streams: Tensor) -> None:
         self.streams = streams
         # y, post, mix
-        self.pending: tuple[Tensor | RankPart | Mixture, Tensor, Tensor] | None = None
+        self.pending: tuple[Tensor | Mixture, Tensor, Tensor] | None = None
 
 
 def _mix_matrix(weights: Weights, name: str, num_out: int, num_in: int) -> Tensor | MixMatrix:
@@ -428,7 +428,9 @@ class Block:
         x, post, mix = self.hc_attn.enter(residual)
         residual.pending = self.attn(x, step), post, mix
         x, post, mix = self.hc_ffn.enter(residual)
-        residual.pending = self.ffn(x, step.token_ids, step.rows.positions, experts), post, mix
+        y = self.ffn(x, step.token_ids, step.rows.positions, experts)
+        assert not isinstance(y, RankPart), "sums of ranks are asked for"
+        residual.pending = y, post, mix
 
     def finish(self, residual: Residual) -> Tensor:
         """[n, h, dim], behind this layer."""

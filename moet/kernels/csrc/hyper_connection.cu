@@ -7,7 +7,6 @@
 #include "cluster.cuh"
 #include "codec.cuh"
 #include "grid_sync.cuh"
-#include "peers.cuh"
 
 constexpr int MULT = 4, BLOCK = 128;
 constexpr int STEP_THREADS = 288;   // eight warps for channels, one for the mixing matrix
@@ -37,8 +36,7 @@ struct StreamsArgs {
   float* next_mix;          // [rows, 4, 4]
   float norm_eps, hc_eps;
   int rows, rows_each, dim, outs, iters;
-  PeerArgs peers;  // of kernels that sum: y is this rank's part. turns: [rows]
-  // Of streams_step_mixed: y is the sum of a row's parts, weighed, in their order, and of `shared`, rounded
+  // Of kernels that are mixed: y is the sum of a row's parts, weighed, in their order, and of `shared`, rounded
   // once, as combine_experts of moe.cu makes it.
   const uint16_t* parts;      // [rows * top_k, dim]
   const float* part_weights;  // [rows * top_k], or null
@@ -325,10 +323,9 @@ DEVICE void finish_row(const StreamsArgs& p, int row, float* shared, const SiteV
 }
 
 // Few rows. Grid: blocks times groups of eight fn rows, then groups of rows_each rows. A warp has one
-// row of fn in registers. The CTA that is last of its rows finishes them. SUMMED: the ranks' parts of
-// y are added on their way in, a row to a CTA. HELD: what finishing reads of the site is read at once.
-// MIXED: y is summed from a mixture's parts.
-template <bool SUMMED, bool HELD, bool MIXED>
+// row of fn in registers. The CTA that is last of its rows finishes them. HELD: what finishing reads of
+// the site is read at once. MIXED: y is summed from a mixture's parts.
+template <bool HELD, bool MIXED>
 DEVICE void run_step(const StreamsArgs& p) {
   float* shared = reinterpret_cast<float*>(dynamic_shared());
   int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, blocks = p.dim / BLOCK;
@@ -356,14 +353,6 @@ DEVICE void run_step(const StreamsArgs& p) {
           y = sum_of_parts(p, row, channel);
         else
           y = *reinterpret_cast<const uint2*>(p.y + uint64_t(row) * p.dim + channel);
-        if constexpr (SUMMED) {
-          uint32_t turn = p.peers.turns[blockIdx.y] + 1;
-          int place = (row * p.dim + channel) / 4;
-          Pair own = {y.x, y.y}, sum;
-          if (leads) push_to_all(p.peers, turn, place, own);
-          sum_of_bf16(p.peers, turn, place, own, sum);  // else the error word says so
-          y = {sum.low, sum.high};
-        }
 #pragma unroll
         for (int k = 0; k < MULT; k++) post[k] = p.post[uint64_t(row) * MULT + k];
 #pragma unroll
@@ -402,23 +391,19 @@ DEVICE void run_step(const StreamsArgs& p) {
   sync_threads();
   if (*arrived != gridDim.x - 1) return;
   if (threadIdx.x == 0) p.counters[blockIdx.y] = 0;
-  if constexpr (SUMMED)  // all have read it
-    if (threadIdx.x == 0) p.peers.turns[blockIdx.y]++;
   for (int row = first; row < last; row++) {
     finish_row(p, row, shared, site);
     sync_threads();
   }
 }
-KERNEL(STEP_THREADS, 2) streams_step(GRID_CONSTANT StreamsArgs p) { run_step<false, false, false>(p); }
+KERNEL(STEP_THREADS, 2) streams_step(GRID_CONSTANT StreamsArgs p) { run_step<false, false>(p); }
 LAUNCHABLE(streams_step, StreamsArgs, STEP_THREADS)
-KERNEL(STEP_THREADS, 1) streams_step_held(GRID_CONSTANT StreamsArgs p) { run_step<false, true, false>(p); }
+KERNEL(STEP_THREADS, 1) streams_step_held(GRID_CONSTANT StreamsArgs p) { run_step<true, false>(p); }
 LAUNCHABLE(streams_step_held, StreamsArgs, STEP_THREADS)
-KERNEL(STEP_THREADS, 2) streams_step_mixed(GRID_CONSTANT StreamsArgs p) { run_step<false, false, true>(p); }
+KERNEL(STEP_THREADS, 2) streams_step_mixed(GRID_CONSTANT StreamsArgs p) { run_step<false, true>(p); }
 LAUNCHABLE(streams_step_mixed, StreamsArgs, STEP_THREADS)
-KERNEL(STEP_THREADS, 1) streams_step_held_mixed(GRID_CONSTANT StreamsArgs p) { run_step<false, true, true>(p); }
+KERNEL(STEP_THREADS, 1) streams_step_held_mixed(GRID_CONSTANT StreamsArgs p) { run_step<true, true>(p); }
 LAUNCHABLE(streams_step_held_mixed, StreamsArgs, STEP_THREADS)
-KERNEL(STEP_THREADS, 2) streams_step_summed(GRID_CONSTANT StreamsArgs p) { run_step<true, false, false>(p); }
-LAUNCHABLE(streams_step_summed, StreamsArgs, STEP_THREADS)
 
 // A row by a cluster, whose CTAs have two blocks each and read each other's sums where run_step has them in
 // device memory; all sums in its order. Grid: CLUSTER_CTAS a row.
@@ -428,7 +413,6 @@ struct ClusterShared {
   float gathered[8][PARTS];
   float squares[CLUSTER_CTAS], sums[8];
   uint2 mixed[2][MULT][32];     // four channels of a lane
-  uint2 y[2][32];               // likewise, of all ranks
 };
 #ifdef MOET_EMULATE
 #define CLUSTERS(name)                                                                                   \
@@ -443,7 +427,7 @@ DEVICE void arrive_in_cluster() { asm volatile("barrier.cluster.arrive;" ::: "me
 DEVICE void wait_for_cluster() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
 #endif
 
-template <bool SUMMED, bool MIXED>
+template <bool MIXED>
 DEVICE void run_cluster(const StreamsArgs& p) {
   ClusterShared& s = *reinterpret_cast<ClusterShared*>(dynamic_shared());
   int warp = shuffle(threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
@@ -474,18 +458,6 @@ DEVICE void run_cluster(const StreamsArgs& p) {
   }
   wait_for_previous_kernel();
   let_next_kernel_start();
-  if constexpr (SUMMED) {
-    if (warp < 2) {  // one for each block: what others push is looked for once
-      int channel = (warp * CLUSTER_CTAS + rank) * BLOCK + lane * 4, place = (row * p.dim + channel) / 4;
-      uint2 part = *reinterpret_cast<const uint2*>(p.y + uint64_t(row) * p.dim + channel);
-      uint32_t turn = p.peers.turns[row] + 1;
-      Pair own = {part.x, part.y}, sum;
-      push_to_all(p.peers, turn, place, own);
-      sum_of_bf16(p.peers, turn, place, own, sum);  // else the error word says so
-      s.y[warp][lane] = {sum.low, sum.high};
-    }
-    sync_threads();
-  }
   if (warp < 8) {
     uint2 old[2][MULT], y[2] = {};
     float post[MULT] = {}, mix[MULT * MULT] = {};
@@ -497,8 +469,6 @@ DEVICE void run_cluster(const StreamsArgs& p) {
         old[b][k] = *reinterpret_cast<const uint2*>(p.streams + (uint64_t(row) * MULT + k) * p.dim + channel);
       if constexpr (MIXED)
         y[b] = sum_of_parts(p, row, channel);
-      else if constexpr (SUMMED)
-        y[b] = s.y[b][lane];
       else if (passes)
         y[b] = *reinterpret_cast<const uint2*>(p.y + uint64_t(row) * p.dim + channel);
     }
@@ -542,8 +512,6 @@ DEVICE void run_cluster(const StreamsArgs& p) {
   }
   arrive_in_cluster();
   wait_for_cluster();
-  if constexpr (SUMMED)  // all have read it
-    if (rank == 0 && threadIdx.x == 0) p.peers.turns[row]++;
   if (warp < 8) {
     float sum = 0.0f;
 #pragma unroll
@@ -615,12 +583,10 @@ DEVICE void run_cluster(const StreamsArgs& p) {
   wait_for_cluster();  // until here others may read
 }
 #if MOET_SM == 90
-KERNEL(STEP_THREADS, 1) streams_cluster(GRID_CONSTANT StreamsArgs p) { run_cluster<false, false>(p); }
+KERNEL(STEP_THREADS, 1) streams_cluster(GRID_CONSTANT StreamsArgs p) { run_cluster<false>(p); }
 CLUSTERS(streams_cluster)
-KERNEL(STEP_THREADS, 1) streams_cluster_mixed(GRID_CONSTANT StreamsArgs p) { run_cluster<false, true>(p); }
+KERNEL(STEP_THREADS, 1) streams_cluster_mixed(GRID_CONSTANT StreamsArgs p) { run_cluster<true>(p); }
 CLUSTERS(streams_cluster_mixed)
-KERNEL(STEP_THREADS, 1) streams_cluster_summed(GRID_CONSTANT StreamsArgs p) { run_cluster<true, false>(p); }
-CLUSTERS(streams_cluster_summed)
 #endif
 
 // A lane's share of TILE rows: four channels of four streams times all rows of fn.
