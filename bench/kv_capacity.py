@@ -25,6 +25,7 @@ from moet.bench.results import Row, report, write
 from moet.config import CacheConfig, EngineConfig, SchedulerConfig, TargetConfig
 from moet.models.glm_moe_dsa_config import GlmMoeDsaConfig
 from moet.models.synthetic_glm import MODEL_NAME as GLM
+from moet.runtime import memory
 from moet.runtime.core import EngineCore
 from moet.runtime.dummy import preset_config, preset_folder
 from moet.runtime.loader import load_core
@@ -79,13 +80,14 @@ def main() -> None:
     parser.add_argument("--max-num-seqs", type=int, default=4)
     parser.add_argument("--drafts", type=int, default=2)
     parser.add_argument("--eager", action="store_true", help="capture no graphs")
-    parser.add_argument("--grows", action="store_true", help="let the allocator's segments grow")
+    parser.add_argument("--grows", action="store_true", help="segments grow, so that none has gaps")
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s", stream=sys.stdout)
     if args.grows:
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        memory.GAP_BYTES = 0
     device = open_gpu()
     began_s = perf_counter()
     with tempfile.TemporaryDirectory() as folder:

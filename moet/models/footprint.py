@@ -25,6 +25,7 @@ from moet.models.glm_moe_dsa_config import ARCHITECTURE as GLM
 from moet.models.glm_moe_dsa_config import Flavour, GlmMoeDsaConfig
 from moet.models.glm_moe_dsa_release import GlmMoeDsaRelease
 from moet.models.release import DenseDtype, Release
+from moet.models.step_memory import Phase, deepseek_v4_phases, glm_phases, step_bytes
 from moet.models.tensor_spec import TensorSpec
 
 # By the end of the name without `.weight` and scales. The rest is copied to every rank.
@@ -98,8 +99,9 @@ class Footprint:
     num_spec_tokens: drafted per step, 0 if the model has no draft block that can be used; draft is
     None then. draft_head_bytes: of the head in fp8 that a GPU drafts with, which no checkpoint has.
     num_expert_layers, num_draft_expert_layers: layers that have routed experts.
-    num_pack_rows: experts that a pack holds, used or not. step_bytes_per_token: activations alive
-    at once in a prefill chunk, an upper estimate. sub_rows: parts that a row divides into.
+    num_pack_rows: experts that a pack holds, used or not. phases: of a layer, what each has of a
+    chunk at once on a GPU. step_bytes_per_token: the same of the CPU reference, an upper estimate.
+    sub_rows: parts that a row divides into.
     """
 
     architecture: str
@@ -125,7 +127,12 @@ class Footprint:
     vocab_size: int
     max_position_embeddings: int
     step_bytes_per_token: int
+    phases: tuple[Phase, ...]
     sub_rows: int
+
+    def step_bytes(self, num_tokens: int, num_ranks: int) -> int:
+        """What a chunk of so many tokens takes of a rank's GPU, beside index scores and logits."""
+        return step_bytes(self.phases, num_tokens, num_ranks)
 
     @property
     def num_rows(self) -> int:
@@ -198,7 +205,7 @@ def _deepseek_v4(
     streams = 3 * config.hc_mult * config.hidden_size * 2
     return _footprint(
         DEEPSEEK_V4, raw, release, num_spec_tokens, kv_dtype, dense_dtype, spec, tuple(reads),
-        "mtp.", streams + 4 * heads * width,
+        "mtp.", streams + 4 * heads * width, deepseek_v4_phases(config),
     )  # fmt: skip
 
 
@@ -225,7 +232,7 @@ def _glm(
     prefix = f"model.layers.{config.num_hidden_layers}."
     return _footprint(
         GLM, raw, release, num_spec_tokens, kv_dtype, dense_dtype, spec, reads,
-        prefix, 8 * config.hidden_size + absorbed,
+        prefix, 8 * config.hidden_size + absorbed, glm_phases(config),
     )  # fmt: skip
 
 
@@ -240,6 +247,7 @@ def _footprint(
     reads: tuple[KVRead, ...],
     draft_prefix: str,
     attention_bytes: int,
+    phases: tuple[Phase, ...],
 ) -> Footprint:
     config, experts, drafts = release.config, release.experts, num_spec_tokens > 0
     specs = release.dense_specs(dense_dtype)
@@ -271,6 +279,7 @@ def _footprint(
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_position_embeddings,
         step_bytes_per_token=attention_bytes + mixture,
+        phases=phases,
         sub_rows=form["w2"].num_sub_rows,
     )
 

@@ -6,6 +6,7 @@ holds its part of the dense weights and of each expert row, and a full copy of t
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +18,8 @@ from moet.runtime.hardware import GIB, Hardware, this_host
 from moet.runtime.plan_types import SHORT_CONTEXT, ExpertPlan, KVPlan, Plan, PlanSettings
 
 DEFAULT_WINDOW = 131_072  # tokens, where a longer one would cost expert slots
-DEVICE_RESERVE_BYTES = 1 * GIB  # driver context, kernels, collectives' buffers, fragmentation
+DEVICE_RESERVE_BYTES = 1 * GIB  # driver context, kernels, collectives' buffers
+GAP_BYTES = 1 * GIB  # between a step's tensors, which the allocator cannot put to use
 GRAPH_BYTES = GIB // 2  # captured decode graphs of all buckets
 SCORE_BYTES = GIB // 2  # index scores of one tile of queries over the whole window
 STAGING_BYTES = 2 * GIB  # at most, of the ring that streams a layer's experts through a prefill
@@ -123,8 +125,8 @@ class _Planner:
         if model.num_spec_tokens:
             logits *= 2  # of the draft block, and what drafts were drawn from
         rings = settings.max_num_seqs * model.kv.bytes_per_seq
-        step = settings.max_num_batched_tokens * model.step_bytes_per_token
         if not self.has_tiers:
+            step = settings.max_num_batched_tokens * model.step_bytes_per_token
             return {
                 "dense fp32": 4 * model.dense.num_values,
                 "kv rings": rings,
@@ -146,8 +148,10 @@ class _Planner:
             **draft,
             "kv rings": rings,
             "graphs": GRAPH_BYTES,
-            "workspace": step + logits + SCORE_BYTES,
-            "reserve": DEVICE_RESERVE_BYTES,
+            "workspace": model.step_bytes(settings.max_num_batched_tokens, ranks)
+            + logits
+            + SCORE_BYTES,
+            "reserve": DEVICE_RESERVE_BYTES + GAP_BYTES,
         }
 
     def _pages_of(self, num_tokens: int) -> int:
@@ -319,8 +323,7 @@ class _Planner:
             fewer = settings.max_num_seqs + -excess // model.kv.bytes_per_seq
             if fewer >= 1:
                 found.append(f"--max-num-seqs {fewer}")
-        factor = 1 if self.has_tiers else 2
-        chunk = settings.max_num_batched_tokens + -excess // (factor * model.step_bytes_per_token)
+        chunk = self._chunk_that_frees(excess)
         if chunk >= max(256, settings.max_num_seqs):
             found.append(f"--max-num-batched-tokens {chunk}")
         narrower = {"fp32": "fp8", "bf16": "fp8"}.get(model.kv_dtype)
@@ -336,6 +339,16 @@ class _Planner:
             found.append("--expert-pool and --host-experts, so that experts come from disk")
             found.append("a machine with more memory")
         return found
+
+    def _chunk_that_frees(self, excess: int) -> int:
+        """Tokens of a chunk that takes so many bytes less than the one asked for; 0 or less if none
+        does."""
+        model, most = self.model, self.settings.max_num_batched_tokens
+        if not self.has_tiers:
+            return most + -excess // (2 * model.step_bytes_per_token)
+        ranks = self.hardware.num_devices
+        wanted = model.step_bytes(most, ranks) - excess
+        return bisect_right(range(most), wanted, key=lambda n: model.step_bytes(n, ranks)) - 1
 
 
 def _is_bf16(model: Footprint) -> bool:
