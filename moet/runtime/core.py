@@ -15,30 +15,26 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Protocol, cast
+from typing import Protocol
 
 import msgspec
 
 from moet.config import CacheConfig, SchedulerConfig
-from moet.errors import CapacityError, ConfigError, OverloadedError, RequestError
-from moet.models.base import DraftingModel, ExpertProvider, KVCacheSpec, Model
+from moet.errors import CapacityError, OverloadedError, RequestError
+from moet.models.base import ExpertProvider, Model
 from moet.runtime.admission import num_drafts, require_room, require_servable
 from moet.runtime.batch import Batch, StepResult
+from moet.runtime.core_parts import core_info, open_memory, open_runner
 from moet.runtime.core_stats import core_stats
-from moet.runtime.device_runner import DeviceModel, DeviceRunner, Placement
+from moet.runtime.device_runner import DeviceRunner, Placement
 from moet.runtime.draft_length import CostMeter
 from moet.runtime.experts.precision import PrecisionSet
 from moet.runtime.experts.serving import Served
 from moet.runtime.grammar_compiler import CompileJob, GrammarCompiler
-from moet.runtime.kv_cache import KVCache, resume_bytes
 from moet.runtime.metrics import CoreInfo, CoreStats, Counters, ExpertStats
-from moet.runtime.model_runner import ModelRunner
 from moet.runtime.prefix_cache import root_key
-from moet.runtime.sampler import SamplerState
 from moet.runtime.scheduler import Scheduler
 from moet.runtime.sequence import Sequence
-from moet.runtime.sequence_memory import SequenceMemory
-from moet.runtime.tier_plan import host_cache_blocks, open_tiers
 from moet.types import FinishReason, Request, TokenEvent
 
 logger = logging.getLogger(__name__)
@@ -90,27 +86,6 @@ class EngineCore:
         precisions: PrecisionSet | None = None,
         served: Served | None = None,
     ) -> None:
-        spec = model.kv_cache_spec()
-        num_seqs = scheduler.max_num_seqs
-        if scheduler.num_spec_tokens >= spec.page_size:
-            raise ConfigError(
-                f"--spec-tokens is {scheduler.num_spec_tokens}; it must be below the page size, "
-                f"{spec.page_size} tokens"
-            )
-        num_pages = cache.page_bytes // max(spec.bytes_per_page, 1)
-        window = _window(model, spec, cache, scheduler, num_pages)
-        snapshot_bytes = resume_bytes(spec)
-        keeps_snapshots = snapshot_bytes > 0 and cache.prefix_cache != "off"
-        num_preempt_blocks = cache.host_budget_bytes // max(spec.bytes_per_page, 1)
-        num_cache_blocks = host_cache_blocks(cache, spec, window)
-        kv = self._kv = KVCache(
-            spec,
-            num_pages=num_pages,
-            num_seq_slots=num_seqs,
-            num_host_blocks=num_preempt_blocks + num_cache_blocks,
-            num_snapshots=(cache.snapshot_budget_bytes // snapshot_bytes if keeps_snapshots else 0),
-            device="cpu" if placement is None else str(placement.queue.device),
-        )
         self._served = served
         if served is not None:
             experts, expert_stats = served.precisions.drafting, served.stats
@@ -121,35 +96,22 @@ class EngineCore:
             experts = self._precisions.decoding
         self._counters = Counters()
         self._at_work: Batch | None = None  # whose results are awaited
-        tiers = open_tiers(
+        memory = open_memory(
+            model,
             cache,
-            spec,
-            first_block=num_preempt_blocks,
-            num_blocks=num_cache_blocks,
-            buffers=kv.buffers,
-            identity=kv_identity,
+            scheduler,
+            device="cpu" if placement is None else str(placement.queue.device),
+            kv_identity=kv_identity,
             counters=self._counters,
         )
-        memory = SequenceMemory(
-            spec,
-            num_pages=num_pages,
-            num_seq_slots=num_seqs,
-            num_host_blocks=num_preempt_blocks,
-            num_snapshots=kv.num_snapshots,
-            ring_blocks=kv.ring_blocks,
-            snapshot_interval=scheduler.snapshot_interval,
-            prefix_cache=cache.prefix_cache,
-            counters=self._counters,
-            tiers=tiers,
-        )
-        self._runner = _runner(
+        self._kv = memory.kv
+        self._runner = open_runner(
             model,
             experts,
-            kv,
+            memory,
             placement,
             self._precisions,
             num_token_ids=vocab_size,
-            max_pages=memory.num_pages_for(window),
             scheduler=scheduler,
         )
         self._launcher = self._runner if isinstance(self._runner, DeviceRunner) else None
@@ -157,7 +119,7 @@ class EngineCore:
         runner = self._launcher
         self._scheduler = Scheduler(
             scheduler,
-            memory,
+            memory.sequences,
             self._counters,
             meter,
             num_parts=1 if runner is None else runner.num_parts,
@@ -174,33 +136,8 @@ class EngineCore:
         )
         self._seeds = random.Random(seed)
         self._num_submitted = 0
-        self._info = CoreInfo(
-            vocab_size=vocab_size,
-            max_model_len=window,
-            precision=self._precisions.default,
-            precisions=self._precisions.offered,
-            page_size=spec.page_size,
-            num_pages=num_pages,
-            kv_cache_bytes=num_pages * spec.bytes_per_page + num_seqs * spec.bytes_per_seq,
-            num_seq_slots=num_seqs,
-            num_host_blocks=num_preempt_blocks,
-            num_snapshots=kv.num_snapshots,
-            num_host_cache_blocks=num_cache_blocks,
-            disk_cache_bytes=cache.disk_cache_bytes,
-            max_num_batched_tokens=scheduler.max_num_batched_tokens,
-            prefix_cache=cache.prefix_cache,
-            overlap=scheduler.overlap,
-            step_timeout_s=scheduler.step_timeout_s,
-            num_spec_tokens=scheduler.num_spec_tokens,
-        )
+        self._info = core_info(memory, cache, scheduler, self._precisions, vocab_size)
         logger.info("engine core %s", self._info)
-        if keeps_snapshots and kv.num_snapshots == 0:
-            logger.warning(
-                "a resume snapshot takes %d bytes and the budget is %d: the prefix cache will "
-                "find nothing",
-                snapshot_bytes,
-                cache.snapshot_budget_bytes,
-            )
 
     @property
     def has_work(self) -> bool:
@@ -490,72 +427,3 @@ class _Compiling:
     seq: Sequence
     job: CompileJob
     queued: Future[None]
-
-
-def _runner(
-    model: Model,
-    experts: ExpertProvider,
-    kv: KVCache,
-    placement: Placement | None,
-    precisions: PrecisionSet,
-    *,
-    num_token_ids: int,
-    max_pages: int,
-    scheduler: SchedulerConfig,
-) -> ModelRunner | DeviceRunner:
-    """What computes batches: on the CPU, or on the placement's device."""
-    num_seqs = scheduler.max_num_seqs
-    draft_model = cast(DraftingModel, model) if scheduler.num_spec_tokens else None
-    if placement is None:
-        return ModelRunner(
-            model,
-            experts,
-            kv,
-            SamplerState(num_seqs, model.vocab_size, num_token_ids=num_token_ids),
-            num_seq_slots=num_seqs,
-            max_pages_per_seq=max_pages,
-            draft_model=draft_model,
-            precisions=precisions,
-        )
-    device = placement.queue.device
-    return DeviceRunner(
-        cast(DeviceModel, model),
-        experts,
-        kv,
-        SamplerState(num_seqs, model.vocab_size, device, num_token_ids=num_token_ids),
-        placement,
-        num_seq_slots=num_seqs,
-        max_pages_per_seq=max_pages,
-        max_rows_per_seq=1 + scheduler.num_spec_tokens,
-        draft_model=draft_model,
-        precisions=precisions,
-    )
-
-
-def _window(
-    model: Model,
-    spec: KVCacheSpec,
-    cache: CacheConfig,
-    scheduler: SchedulerConfig,
-    num_pages: int,
-) -> int:
-    """The longest sequence, in tokens. Any one that long fits the pages alone.
-
-    Raises ConfigError with what is needed and what there is.
-    """
-    room = num_pages * spec.page_size
-    wanted = scheduler.max_model_len
-    needed = 2 if wanted is None else wanted
-    if needed > model.max_position_embeddings:
-        raise ConfigError(
-            f"--max-model-len is {needed}; the model's positions end at "
-            f"{model.max_position_embeddings}"
-        )
-    if needed > room:
-        bytes_needed = -(-needed // spec.page_size) * spec.bytes_per_page
-        raise ConfigError(
-            f"a sequence of {needed} tokens needs {bytes_needed} bytes of pages; "
-            f"--kv-cache-memory gives {cache.page_bytes}, enough for {room} tokens. Raise "
-            "--kv-cache-memory or lower --max-model-len"
-        )
-    return min(model.max_position_embeddings, room) if wanted is None else wanted
