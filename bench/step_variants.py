@@ -26,7 +26,7 @@ from moet.bench.device_rig import DeviceRig
 from moet.bench.device_step import profile_kernels
 from moet.bench.rig import Shape
 from moet.config import ModelSettings
-from moet.kernels import device_streams, triton_attention, triton_rows
+from moet.kernels import device_streams, triton_attention, triton_indexer, triton_rows
 from moet.kernels.device_gemm import PackedGroups
 from moet.models.deepseek_v4 import DeepseekV4, RopeTables
 from moet.models.dummy import DummyOptions
@@ -37,7 +37,7 @@ from moet.runtime.queues import CudaGraphs, CudaQueue
 
 SHAPES = ((1, 1), (1, 3), (8, 1))
 NUM_SEQS = max(seqs for seqs, _ in SHAPES)
-CONTEXT = 1024
+CONTEXT, FAR = 1024, 131072
 Change = Callable[[DeepseekV4], None]
 
 
@@ -60,6 +60,15 @@ def divided_by_four(model: DeepseekV4) -> None:
 def eight_mixed(model: DeepseekV4) -> None:
     """Streams sum the experts' outputs of up to eight rows."""
     device_streams.MIXED_ROWS = 8
+
+
+def choices_of_4096(model: DeepseekV4) -> None:
+    """A program chooses from so many scores."""
+    triton_indexer.CHUNK = 4096
+
+
+def choices_of_2048(model: DeepseekV4) -> None:
+    triton_indexer.CHUNK = 2048
 
 
 def joined_at_once(model: DeepseekV4) -> None:
@@ -92,6 +101,8 @@ VARIANTS: dict[str, list[Change]] = {
     "plain again": [],
     "placed at once": [placed_at_once],
     "divided by four": [divided_by_four],
+    "choices of 4096": [choices_of_4096],
+    "choices of 2048": [choices_of_2048],
     "eight mixed": [eight_mixed],
     "joined at once": [joined_at_once],
     "heads in fours": [heads_in_fours],
@@ -104,13 +115,14 @@ KEPT = [
     (place, name, getattr(place, name))
     for place, name in (
         (device_streams, "MIXED_ROWS"),
+        (triton_indexer, "CHUNK"),
         (triton_attention, "PROGRAMS_EACH"),
         (triton_attention, "TILES_AHEAD"),
         (triton_rows, "HEADS_EACH"),
         (PackedGroups, "slices"),
     )
 ]
-LONG = ("kernels us", "timeline")
+LONG = ("kernels us", "timeline", "timeline far")
 
 
 def tables_of(model: DeepseekV4, arch: str) -> RopeTables:
@@ -202,7 +214,7 @@ def main() -> None:
                 Placement(queue, CudaGraphs(queue), device.error, device.arch),
                 num_seqs=NUM_SEQS,
                 num_rows=3,
-                longest=CONTEXT,
+                longest=FAR,
                 others=CONTEXT,
             )
             rig.fill()
@@ -221,6 +233,10 @@ def main() -> None:
                 for key, tensor in states.items():
                     case.setdefault(key, tensor.clone())
                 entry[f"{seqs} x {rows} left otherwise"] = differences(states, case)
+            far = Shape(num_seqs=1, num_rows=1, context=FAR)
+            entry["1 x 1 far ms"] = round(rig.time_steps(far, args.steps // 2).step_ms, 4)
+            if name == "plain":
+                entry["timeline far"] = timeline(partial(rig.replay, far))
             replay = partial(rig.replay, Shape(num_seqs=1, num_rows=1, context=CONTEXT))
             entry["timeline"] = timeline(replay)
             if name in ("plain", "placed at once"):
