@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from moet.kernels import decode_experts, paired_experts, prefill_gemm
+from moet.kernels import decode_experts, paired_experts, prefill_gemm, stream_experts
 from moet.kernels.build import VARIANTS
 from moet.kernels.cubin import Kernels
 from moet.kernels.decode_experts import Router
@@ -120,15 +120,15 @@ def shared(kernels: Kernels, error: Tensor) -> None:
     same(kernels, error, found, streamed)
 
 
-def pairs(kernels: Kernels, error: Tensor) -> None:
-    """A step whose shared expert runs beside the choice and the routed ones."""
+def pairs(kernels: Kernels, error: Tensor, kind: type[ExpertRows], t: int) -> None:
+    """A step of t rows whose shared expert runs beside the choice and the routed ones."""
 
     def matrix(n: int, k: int) -> tuple[Tensor, Tensor]:
         weight = torch.randn(n, k).to(torch.float8_e4m3fn)
         return weight, torch.full((-(-n // 128), -(-k // 128)), 2.0**-4)
 
-    i, d, t = INTERMEDIATE, HIDDEN, 8
-    pool = pool_of(W2Rows(d, i))
+    i, d = INTERMEDIATE, HIDDEN
+    pool = pool_of(kind(d, i))
     expert = SharedExpert.fp8(matrix(i, d), matrix(i, d), matrix(d, i)).to("cuda")
     router = Router(StreamLinear.bf16(torch.randn(EXPERTS, d).bfloat16()).to("cuda"), 2, 1.5)
     space = Workspace(
@@ -157,13 +157,15 @@ CASES: dict[str, Callable[[Kernels, Tensor], None]] = {
     "fp8": partial(dense, codec="fp8", n=192, k=1024),
     "bf16": partial(dense, codec="bf16", n=72, k=512),
     "shared": shared,
-    "pairs": pairs,
+    "pairs": partial(pairs, kind=W2Rows, t=8),
+    "few": partial(pairs, kind=Nvfp4Rows, t=3),
 }
 
 
 def main() -> None:
     """Run the named cases, or all; each prints its name and `ok`."""
     torch.manual_seed(0)
+    stream_experts.FEW_ROWS = 4
     kernels = Kernels(torch.device("cuda"), VARIANTS / "cubins-debug")
     error = torch.zeros(1, dtype=torch.int32).cuda()
     for name in sys.argv[1:] or CASES:
