@@ -62,6 +62,11 @@ def eight_mixed(model: DeepseekV4) -> None:
     device_streams.MIXED_ROWS = 8
 
 
+def choices_stop(model: DeepseekV4) -> None:
+    """A choice is searched for only until it is found."""
+    triton_indexer.STOPS = True
+
+
 def choices_of_4096(model: DeepseekV4) -> None:
     """A program chooses from so many scores."""
     triton_indexer.CHUNK = 4096
@@ -101,8 +106,9 @@ VARIANTS: dict[str, list[Change]] = {
     "plain again": [],
     "placed at once": [placed_at_once],
     "divided by four": [divided_by_four],
+    "choices stop": [choices_stop],
     "choices of 4096": [choices_of_4096],
-    "choices of 2048": [choices_of_2048],
+    "choices of 2048, stop": [choices_of_2048, choices_stop],
     "eight mixed": [eight_mixed],
     "joined at once": [joined_at_once],
     "heads in fours": [heads_in_fours],
@@ -116,6 +122,7 @@ KEPT = [
     for place, name in (
         (device_streams, "MIXED_ROWS"),
         (triton_indexer, "CHUNK"),
+        (triton_indexer, "STOPS"),
         (triton_attention, "PROGRAMS_EACH"),
         (triton_attention, "TILES_AHEAD"),
         (triton_rows, "HEADS_EACH"),
