@@ -41,20 +41,9 @@ CONTEXT, FAR = 1024, 131072
 Change = Callable[[DeepseekV4], None]
 
 
-def by_a_launch(model: DeepseekV4) -> None:
-    """A launch sums the experts' outputs; otherwise streams do on their way in."""
-    for layer in model.layers:
-        layer.ffn.unsummed = False
-
-
 def placed_at_once(model: DeepseekV4) -> None:
     """One launch makes a step's angles and slots."""
     model.tables = tables_of(model, model.device.arch if model.device else "reference")
-
-
-def divided_by_four(model: DeepseekV4) -> None:
-    """A tile's sums of attention are divided among four programs however few tiles there are."""
-    triton_attention.PROGRAMS_EACH = {triton_attention.SPLIT_TILES: 4}
 
 
 def eight_mixed(model: DeepseekV4) -> None:
@@ -105,7 +94,6 @@ VARIANTS: dict[str, list[Change]] = {
     "plain": [],
     "plain again": [],
     "placed at once": [placed_at_once],
-    "divided by four": [divided_by_four],
     "choices stop": [choices_stop],
     "choices of 4096": [choices_of_4096],
     "choices of 2048, stop": [choices_of_2048, choices_stop],
@@ -115,7 +103,6 @@ VARIANTS: dict[str, list[Change]] = {
     "heads in twos": [heads_in_twos],
     "groups in one slice": [groups_in_one_slice],
     "groups in four slices": [groups_in_four_slices],
-    "by a launch": [by_a_launch],
 }
 KEPT = [
     (place, name, getattr(place, name))
@@ -123,7 +110,6 @@ KEPT = [
         (device_streams, "MIXED_ROWS"),
         (triton_indexer, "CHUNK"),
         (triton_indexer, "STOPS"),
-        (triton_attention, "PROGRAMS_EACH"),
         (triton_attention, "TILES_AHEAD"),
         (triton_rows, "HEADS_EACH"),
         (PackedGroups, "slices"),
@@ -140,8 +126,6 @@ def plain(model: DeepseekV4) -> None:
     model.tables = tables_of(model, "reference")
     for place, name, value in KEPT:
         setattr(place, name, value)
-    for layer in model.layers:
-        layer.ffn.unsummed = True
 
 
 def bits(model: DeepseekV4, experts: Any) -> list[torch.Tensor]:
