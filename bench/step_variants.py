@@ -188,7 +188,7 @@ def main() -> None:
     plain(model)
     wanted = bits(model, made.experts)
     filled: dict[str, torch.Tensor] = {}  # by prompts of the plain way
-    left: dict[tuple[int, int], dict[str, torch.Tensor]] = {}  # by its captured steps
+    left: dict[str, dict[str, torch.Tensor]] = {}  # by its captured steps
     for name, changes in VARIANTS.items():
         began_s = perf_counter()
         try:
@@ -217,15 +217,15 @@ def main() -> None:
             for key, tensor in states.items():  # whatever prompts do, steps begin alike
                 tensor.copy_(filled[key])
             torch.cuda.synchronize()
-            for seqs, rows in SHAPES:
-                shape = Shape(num_seqs=seqs, num_rows=rows, context=CONTEXT)
-                entry[f"{seqs} x {rows} ms"] = round(rig.time_steps(shape, args.steps).step_ms, 4)
-                case = left.setdefault((seqs, rows), {})
+            far = Shape(num_seqs=1, num_rows=1, context=FAR)
+            usual = [Shape(num_seqs=s, num_rows=r, context=CONTEXT) for s, r in SHAPES]
+            for shape in (*usual, far):
+                what = f"{shape.num_seqs} x {shape.num_rows}{' far' * (shape == far)}"
+                entry[f"{what} ms"] = round(rig.time_steps(shape, args.steps).step_ms, 4)
+                case = left.setdefault(what, {})
                 for key, tensor in states.items():
                     case.setdefault(key, tensor.clone())
-                entry[f"{seqs} x {rows} left otherwise"] = differences(states, case)
-            far = Shape(num_seqs=1, num_rows=1, context=FAR)
-            entry["1 x 1 far ms"] = round(rig.time_steps(far, args.steps // 2).step_ms, 4)
+                entry[f"{what} left otherwise"] = differences(states, case)
             if name == "plain":
                 entry["timeline far"] = timeline(partial(rig.replay, far))
             replay = partial(rig.replay, Shape(num_seqs=1, num_rows=1, context=CONTEXT))
