@@ -4,15 +4,15 @@
 //
 // A tile of keys is summed by itself, relative to its own maximum, and tiles are joined in ascending
 // order, with the very operations of triton_attention.py: a row has the same bits in both.
-#include "attention_tile.cuh"
+#include "head_rows.cuh"
 
 #if MOET_SM == 90  // sm_120a has no room for a tile of keys
 
 constexpr int ATTEND_THREADS = 384;
 constexpr int DECODERS = 128;
-constexpr int KEYS = 64, HEADS = 64, DIM = 512, ROPE = 64, PLAIN = DIM - ROPE;
+constexpr int HEADS = 64, DIM = 512, ROPE = 64, PLAIN = DIM - ROPE;
 constexpr int ROW_DATA = PLAIN + 2 * ROPE, ROW_SCALES = 8;
-constexpr int BLOCK_BYTES = KEYS * 128, TILE_BYTES = DIM / 64 * BLOCK_BYTES, TILES_HELD = 2;
+constexpr int TILE_BYTES = DIM / 64 * BLOCK_BYTES, TILES_HELD = 2;
 
 struct AttendArgs {
   const uint16_t* q;    // [rows, 64, 512] bf16
@@ -60,9 +60,9 @@ DEVICE Sight sight_of(const AttendArgs& p, const RowNumbers& row) {
   return s;
 }
 
-struct ChunkAttention {
+struct ChunkAttention : HeadRows<DIM / 64> {
   const AttendArgs& p;
-  int tid, lane, warp, group;
+  int tid;
 
   DEVICE ChunkAttention(const AttendArgs& args) : p(args) {
     tid = threadIdx.x, lane = tid & 31;
@@ -170,21 +170,12 @@ struct ChunkAttention {
       factor |= factor << 16;
       uint4 codes = raw.piece[b];
       load_piece(raw, next, b);
-      *reinterpret_cast<uint4*>(first + b * BLOCK_BYTES) = decode_eight(codes.x, codes.y, factor);
-      *reinterpret_cast<uint4*>(second + b * BLOCK_BYTES) = decode_eight(codes.z, codes.w, factor);
+      *reinterpret_cast<uint4*>(first + b * BLOCK_BYTES) = decode_e4m3(codes.x, codes.y, factor);
+      *reinterpret_cast<uint4*>(second + b * BLOCK_BYTES) = decode_e4m3(codes.z, codes.w, factor);
     }
     *reinterpret_cast<uint4*>(first + PLAIN / 64 * BLOCK_BYTES) = raw.piece[PLAIN / 64];
     *reinterpret_cast<uint4*>(second + PLAIN / 64 * BLOCK_BYTES) = raw.piece[PLAIN / 64 + 1];
     load_piece(raw, next, PLAIN / 64), load_piece(raw, next, PLAIN / 64 + 1);
-  }
-
-  DEVICE static uint4 decode_eight(uint32_t low, uint32_t high, uint32_t factor) {
-    return {decode_two(permute(low, 0, 0x1404), factor), decode_two(permute(low, 0, 0x3424), factor),
-            decode_two(permute(high, 0, 0x1404), factor), decode_two(permute(high, 0, 0x3424), factor)};
-  }
-  // Two e4m3 codes in the upper bytes of halves: their fields as those of bf16, then the scale.
-  DEVICE static uint32_t decode_two(uint32_t codes, uint32_t factor) {
-    return multiply_bf16x2((codes & 0x80008000u) | (codes >> 4 & 0x07F007F0u), factor);
   }
 
   DEVICE void copy_queries(int row) const {
@@ -253,78 +244,7 @@ struct ChunkAttention {
     }
   }
 
-  // ---- the warpgroups that multiply: rows g and g + 8 of a warp's sixteen heads ----
-
-  float acc[4][32], top[2], total[2];
-
-  DEVICE void leave(uint64_t* barrier) const {
-    sync_warp();
-    if (lane == 0) barrier_arrive(barrier);
-  }
-
-  // Weights of a tile's keys as the A operand, [key / 16][4]; the first `count` keys exist.
-  DEVICE void weigh(float* logits, int count, uint32_t (*weights)[4], float* part_top, float* part_total) const {
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      float highest = bits_float(0xFF800000u);
-#pragma unroll
-      for (int n = 0; n < 8; n++)
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-          float& v = logits[4 * n + 2 * r + i];
-          v = 8 * n + 2 * (lane & 3) + i < count ? mul_rn(v, p.scale) : bits_float(0xFF800000u);
-          highest = larger(highest, v);
-        }
-      highest = larger(highest, shuffle_xor(highest, 2));
-      highest = larger(highest, shuffle_xor(highest, 1));
-      float sum = 0.0f;
-#pragma unroll
-      for (int n = 0; n < 8; n++) {
-        float a = exp2_approx(add_rn(logits[4 * n + 2 * r], -highest));
-        float b = exp2_approx(add_rn(logits[4 * n + 2 * r + 1], -highest));
-        sum = n ? add_rn(add_rn(sum, a), b) : add_rn(a, b);
-        weights[n / 2][n % 2 * 2 + r] = to_bf16(a) | static_cast<uint32_t>(to_bf16(b)) << 16;
-      }
-      sum = add_rn(sum, shuffle_xor(sum, 2));
-      part_total[r] = add_rn(sum, shuffle_xor(sum, 1));
-      part_top[r] = highest;
-    }
-  }
-
-  DEVICE void attend_tile(const uint8_t* keys, int count, bool last, uint64_t* done) {
-    float part[32], part_top[2], part_total[2], old[2], fresh[2];
-    uint32_t weights[4][4];
-    mma_begin();
-#pragma unroll
-    for (int b = 0; b < DIM / 64; b++)
-#pragma unroll
-      for (int k = 0; k < 4; k++) multiply_rows(part, queries() + b * BLOCK_BYTES, keys + b * BLOCK_BYTES, k, b + k > 0);
-    mma_commit();
-    mma_wait<0>();
-    results_are_here<32>(part);
-    if (last) leave(queries_empty());
-    weigh(part, count, weights, part_top, part_total);
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      float higher = larger(top[r], part_top[r]);
-      old[r] = exp2_approx(add_rn(top[r], -higher)), fresh[r] = exp2_approx(add_rn(part_top[r], -higher));
-      total[r] = fma_rn(fresh[r], part_total[r], mul_rn(old[r], total[r]));
-      top[r] = higher;
-    }
-#pragma unroll
-    for (int b = 0; b < 4; b++) {
-      mma_begin();
-#pragma unroll
-      for (int k = 0; k < 4; k++) multiply_columns(part, weights[k], keys + (group * 4 + b) * BLOCK_BYTES, k, k > 0);
-      mma_commit();
-      mma_wait<0>();
-      results_are_here<32>(part);
-      if (b == 3) leave(done);
-#pragma unroll
-      for (int i = 0; i < 32; i++)
-        acc[b][i] = fma_rn(fresh[i >> 1 & 1], part[i], mul_rn(old[i >> 1 & 1], acc[b][i]));
-    }
-  }
+  // ---- the warpgroups that multiply ----
 
   DEVICE void attend_all() {
     int stage = 0, parity = 0, query_parity = 0;
@@ -336,11 +256,7 @@ struct ChunkAttention {
       Sight s = sight_of(p, numbers);
       int after = row + gridDim.x;
       if (after < p.rows) numbers = numbers_of(p, after);
-#pragma unroll
-      for (int b = 0; b < 4; b++)
-#pragma unroll
-        for (int i = 0; i < 32; i++) acc[b][i] = 0.0f;
-      top[0] = top[1] = bits_float(0xFF800000u), total[0] = total[1] = 0.0f;
+      clear();
       barrier_wait(queries_full(), query_parity);
       query_parity ^= 1;
       int tiles = s.tiles(), recent_tiles = s.recent_tiles();
@@ -349,7 +265,7 @@ struct ChunkAttention {
         bool recent = i < recent_tiles;
         barrier_wait(full(stage), parity);
         int count = recent ? s.recent - i * KEYS : s.visible - (i - recent_tiles) * KEYS;
-        attend_tile(tile(stage), count, i + 1 == tiles, empty(stage));
+        attend_tile(queries(), tile(stage), count, p.scale, i + 1 == tiles, queries_empty(), empty(stage));
         if (++stage == TILES_HELD) stage = 0, parity ^= 1;
       }
       finish(row, sinks);
@@ -370,7 +286,7 @@ struct ChunkAttention {
 #pragma unroll
       for (int i = 0; i < 32; i++) acc[b][i] = round_to_bf16(mul_rn(acc[b][i], factor[i >> 1 & 1]));
       if (b == 3 && group == 1) turn_back(row, acc[b]);
-      store(row, b, acc[b]);
+      store(p.out, row, HEADS, b, acc[b]);
     }
   }
   DEVICE void turn_back(int row, float* v) const {
@@ -385,34 +301,6 @@ struct ChunkAttention {
         v[4 * n + 2 * r + 1] = fma_rn(c, b, mul_rn(s, a));
       }
     }
-  }
-  // 64 columns of a warp's heads: four lanes exchange pairs, so that each stores eight columns at once.
-  DEVICE void store(int row, int b, const float* v) const {
-    int t = lane & 3;
-#pragma unroll
-    for (int half = 0; half < 2; half++)
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        uint32_t w[4], got[4];
-#pragma unroll
-        for (int n = 0; n < 4; n++) {
-          const float* pair = v + 4 * (4 * half + n) + 2 * r;
-          w[n] = to_bf16(pair[0]) | static_cast<uint32_t>(to_bf16(pair[1])) << 16;
-        }
-        // Lane t ends with columns 8 t .. 8 t + 7: a word from each of the four.
-#pragma unroll
-        for (int step = 0; step < 4; step++) {
-          int want = t ^ step;
-          uint32_t mine = want == 0 ? w[0] : want == 1 ? w[1] : want == 2 ? w[2] : w[3];
-          uint32_t theirs = step ? shuffle(mine, lane ^ step) : mine;
-#pragma unroll
-          for (int j = 0; j < 4; j++)
-            if (want == j) got[j] = theirs;
-        }
-        int head = warp * 16 + (lane >> 2) + 8 * r;
-        uint16_t* to = p.out + (uint64_t(row) * HEADS + head) * DIM + (group * 4 + b) * 64 + half * 32 + t * 8;
-        *reinterpret_cast<uint4*>(to) = {got[0], got[1], got[2], got[3]};
-      }
   }
 };
 

@@ -42,7 +42,8 @@ DEVICE void multiply_keys(float* d, const uint8_t* keys, const uint8_t* queries,
 }
 // d[64 x 32] (+)= 16 rows of values, from 16 k on, as columns, times as many columns of weights' rows.
 DEVICE void multiply_values(float* d, const uint8_t* values, const uint8_t* weights, int k, int add) {
-  uint64_t left = swizzled_operand(values, 2048 * k).descriptor(), right = swizzled_operand(weights, 32 * k).descriptor();
+  uint64_t left = swizzled_operand(values, 2048 * k).descriptor();
+  uint64_t right = swizzled_operand(weights, 32 * k).descriptor();
   NARROW("1");
 }
 #undef NARROW
