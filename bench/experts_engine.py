@@ -213,10 +213,10 @@ def main() -> None:
     print(found, flush=True)
     for name, streams, length, answer in (
         ("cold, 1 stream", 1, PROMPT, ANSWER),
-        ("warm, 1 stream", 1, PROMPT + 1, ANSWER),
-        ("warm, 4 streams", 4, PROMPT + 2, ANSWER),
         ("prompt of 32k", 1, LONG, 8),
         ("after it, 1 stream", 1, PROMPT + 3, ANSWER // 2),
+        ("warm, 1 stream", 1, PROMPT + 1, ANSWER),
+        ("warm, 4 streams", 4, PROMPT + 2, ANSWER),
     ):
         if streams > args.streams:
             continue
