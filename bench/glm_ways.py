@@ -18,6 +18,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "as bound": {},
     "sums by launches": {"unsummed": False, "on_read": False},
     "four stages of heads": {"MOST_AT_ONCE": 0},
+    "index keys beside": {"beside": True},
     "heads brought near": {"NEAR": True},
     "heads brought near and 16 MiB fetched": {"NEAR": True, "FETCHED_BYTES": 16 << 20},
     "heads brought near and 32 MiB fetched": {"NEAR": True, "FETCHED_BYTES": 32 << 20},
@@ -39,6 +40,9 @@ def take_way(model: object, comm: Comm, way: dict[str, Any]) -> None:
     for layer in layers:
         if layer.moe is not None:
             layer.moe.unsummed = way.get("unsummed", True)
+    for layer in layers:
+        gpu = model.device if way.get("beside") else None
+        layer.attention.beside = None if gpu is None else gpu.beside
     if isinstance(comm, LoneComm | DeviceComm):
         comm.sums_on_read = way.get("on_read", True)
 

@@ -7,7 +7,8 @@ paged groups: the latent rows of every layer, and index keys of the layers that 
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -55,6 +56,7 @@ from moet.models.sharding import WHOLE, Shard, divide_glm_moe_dsa, glm_moe_dsa_l
 from moet.models.step import Place, step_rows
 
 PAGE_SIZE = 64  # tokens
+INDEX_BESIDE = False  # whether index keys are made on a stream of their own
 Sublayer = Tensor | RankPart | Mixture
 """What a sublayer made: [n, hidden], maybe not summed yet."""
 
@@ -98,9 +100,12 @@ class Indexer:
         wk, _ = weights.matrix("wk", self.head_dim, hidden)
         gate = weights.fp32("weights_proj.weight", self.num_heads, hidden)
         both = torch.cat((wk, gate))
-        if weights.gpu is None:
+        gpu = weights.gpu
+        if gpu is None:
             return streamed(both)
-        return PackedMatrix.pack(both.bfloat16(), None, weights.gpu)
+        if gpu.beside is not None:  # where it may run
+            gpu = replace(gpu, counters=gpu.beside.counters)
+        return PackedMatrix.pack(both.bfloat16(), None, gpu)
 
     def project(self, x: Activations) -> Tensor:
         """The rows' keys, before norm and rotation, and gates, side by side, fp32."""
@@ -132,6 +137,7 @@ class Attention:
         hidden, latent, rope_dim = config.hidden_size, config.kv_lora_rank, config.qk_rope_head_dim
         nope, value, rank = config.qk_nope_head_dim, config.v_head_dim, config.q_lora_rank
         self.latents, self.indexer, self.latent_dim = latents, indexer, latent
+        self.beside = weights.gpu.beside if weights.gpu is not None and INDEX_BESIDE else None
         self.scale, self.eps = config.qk_head_dim**-0.5, config.rms_norm_eps
         self.q_kv = Linear.stacked(
             [
@@ -172,11 +178,17 @@ class Attention:
 
         selection: that of the nearest owner below; None lets this layer's own indexer choose.
         """
-        indexer = self.indexer
-        projected = None if indexer is None else indexer.project(x)
+        indexer, beside = self.indexer, self.beside
+        projected = None
+        if indexer is not None:
+            with nullcontext() if beside is None else beside.forked():
+                projected = indexer.project(x)
+        q_kv = self.q_kv(x)
+        if indexer is not None and beside is not None:
+            beside.join()
         latents = self.latents.cache(step.kv)
         q_latent = self._inputs(
-            self.q_kv(x),
+            q_kv,
             projected,
             self.q_norm_weight,
             self.kv_norm_weight,
