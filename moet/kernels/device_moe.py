@@ -22,7 +22,7 @@ from moet.kernels import (
 from moet.kernels.device_gemm import Device, PackedMatrix
 from moet.kernels.layout import ExpertRows
 from moet.kernels.mixture import MAX_CHOICES, Mixture
-from moet.kernels.moe import ExpertTable, swiglu
+from moet.kernels.moe import ExpertTable, swiglu_halves
 from moet.kernels.moe_layer import RouterWeights, SharedWeights
 from moet.kernels.quant import Activations, as_activations
 from moet.kernels.split_experts import SplitTable
@@ -193,6 +193,14 @@ def _sum(
     )
 
 
+def _gated(gate_up: Tensor, limit: float | None) -> Tensor:
+    if not gate_up.is_cuda:  # in emulation
+        return swiglu_halves(gate_up, limit=limit)
+    from moet.kernels import triton_swiglu  # which needs Triton; a CPU may have none
+
+    return triton_swiglu.swiglu_halves(gate_up, limit=limit)
+
+
 def _shared(x: Activations, shared: SharedWeights, device: Device, limit: float | None) -> Tensor:
     """The shared expert alone. x: few rows with codes, many with values. Returns [T, D] bf16."""
     expert = shared.packed
@@ -200,8 +208,7 @@ def _shared(x: Activations, shared: SharedWeights, device: Device, limit: float 
         gate_up, down = shared.gate_up, shared.down
         assert isinstance(gate_up, PackedMatrix)
         assert isinstance(down, PackedMatrix)
-        gate, up = device_gemm.multiply(x, gate_up).chunk(2, 1)
-        return device_gemm.multiply(swiglu(gate, up, limit=limit).to(torch.bfloat16), down)
+        return device_gemm.multiply(_gated(device_gemm.multiply(x, gate_up), limit), down)
     if x.num_rows > device_gemm.STREAM_ROWS:
         tiles = prefill_gemm.make_tiles(device.launcher, x.plain())
         return prefill_gemm.shared_expert(
