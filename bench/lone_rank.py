@@ -9,9 +9,9 @@ from torch import Tensor
 
 from moet.kernels.comm import CTAS, PeerLinks, RankPart, added, window_bytes
 from moet.kernels.device_gemm import Device
-from moet.kernels.device_streams import FUSED_ROWS
 from moet.kernels.mixture import Mixture
 from moet.models.sharding import Alone, Shard
+from moet.runtime.parallel.device import READ_ROWS
 
 MAX_BYTES = 4 << 20
 
@@ -35,7 +35,7 @@ class LoneComm(Alone):
         self, x: Tensor | Mixture, dtype: torch.dtype | None = None
     ) -> Tensor | RankPart:
         like = x.shared if isinstance(x, Mixture) else x
-        few = len(like) <= FUSED_ROWS and dtype in (None, like.dtype) and self.links.sums(like)
+        few = len(like) <= READ_ROWS and dtype in (None, like.dtype) and self.links.sums(like)
         if not few or not self.sums_on_read or like.dtype != torch.bfloat16:
             return self.sum(added(x), dtype)
         return RankPart(x, self.links, self.sum)

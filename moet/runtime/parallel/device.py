@@ -31,7 +31,6 @@ from moet.kernels.comm import (
     window_bytes,
 )
 from moet.kernels.device_gemm import Device
-from moet.kernels.device_streams import FUSED_ROWS
 from moet.kernels.gemm import tree_sum
 from moet.kernels.mixture import Mixture
 from moet.runtime.parallel.group import NEVER, Group, GroupComm, Links
@@ -40,7 +39,7 @@ from moet.runtime.parallel.monitor import GroupError
 logger = logging.getLogger(__name__)
 
 Way = Literal["peer", "host"]
-READ_BYTES = 64 << 10  # of a rank, at most, in a sum that its reader makes
+READ_ROWS, READ_BYTES = 8, 128 << 10  # of a rank, at most, in a sum that its reader makes
 PEER_BYTES = 2 << 20  # of a rank, at most, through a window; NCCL is faster beyond
 PROBE_ROUNDS = 8
 PROBE_WAIT_S = 5.0
@@ -174,11 +173,10 @@ class DeviceComm:
         self, x: Tensor | Mixture, dtype: torch.dtype | None = None
     ) -> Tensor | RankPart:
         like = x.shared if isinstance(x, Mixture) else x
-        few = like.dim() == 2 and len(like) <= FUSED_ROWS and dtype in (None, like.dtype)
-        readable = self.readers is not None and self.sums_on_read and few
-        if not readable or like.dtype != torch.bfloat16 or like.numel() == 0:
+        few = like.dim() == 2 and len(like) <= READ_ROWS and dtype in (None, like.dtype)
+        readable = self.sums_on_read and few and like.dtype == torch.bfloat16
+        if not readable or self.readers is None or not self.readers.sums(like) or not len(like):
             return self.sum(added(x), dtype)
-        assert self.readers is not None
         part = x if isinstance(x, Mixture) else x.contiguous()
         return RankPart(part, self.readers, self.sum)
 
