@@ -100,6 +100,8 @@ def chat(args: argparse.Namespace) -> int:
 
 def generate(args: argparse.Namespace) -> int:
     """Continue each prompt and print the answers."""
+    if args.n < 1:
+        raise ConfigError(f"-n is {args.n}; it must be at least 1")
     prompts = args.prompt or [line.rstrip("\n") for line in sys.stdin]
     with _opened(args) as engine:
         params = msgspec.structs.replace(engine.text.defaults, **_given_sampling(args))
@@ -121,10 +123,12 @@ def convert(args: argparse.Namespace) -> int:
     from moet.models.convert import convert as run
     from moet.models.convert_plan import ConvertOptions
     from moet.models.pack import is_pack
+    from moet.runtime.text_side import TextSide
 
     if is_pack(args.checkpoint):
         raise ConfigError(f"{args.checkpoint} is a pack already; serve it, or give its checkpoint")
     checkpoint = Checkpoint.open(args.checkpoint)
+    TextSide.from_folder(args.checkpoint)  # its faults are told before hours of conversion
     print(checkpoint.describe())
     options = ConvertOptions(scale_rule=args.scale_rule, dense_dtype=args.dense_dtype)
     with byte_progress(f"converting to {args.pack}") as progress:

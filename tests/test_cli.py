@@ -80,6 +80,7 @@ def test_token_counts(text: str, number: int) -> None:
         (["serve", "--shutdown-timeout", "nan"], "--shutdown-timeout is nan"),
         (["serve", "--sse-keep-alive-interval", "0"], "--sse-keep-alive-interval is 0"),
         (["serve", "--port", "99999"], "--port is 99999"),
+        (["generate", "-p", "x", "-n", "0"], "-n is 0"),
         (["generate", "-p", "x", "--expert-trace", "/nowhere/x"], "--expert-trace /nowhere/x: No"),
         (["generate", "-p", "x", "--max-num-queued-reqs", "0"], "--max-num-queued-reqs is 0"),
         (["generate", "a", "--model", "b", "-p", "x"], "give one of them"),
@@ -171,6 +172,11 @@ def test_a_checkpoint_and_its_pack_say_the_same(
         file.write(b"\xff\x00\xff")
     assert main(["verify", str(pack)]) == 2
     assert "checksums differ for layers.0.ffn.experts.0 (w2 row)" in capsys.readouterr().err
+    (checkpoint / "tokenizer.json").write_text("nonsense")
+    for words in (["convert", str(checkpoint), str(tmp_path / "c")], ["generate", str(checkpoint)]):
+        assert main([*words, *(["-p", "x"] if words[0] == "generate" else [])]) == 2
+        assert "tokenizer.json is not a tokenizer file" in capsys.readouterr().err
+    assert not (tmp_path / "c").exists()
 
 
 @pytest.fixture

@@ -107,7 +107,8 @@ async def _first_model(client: httpx.AsyncClient) -> str:
         response.raise_for_status()
         name: str = response.json()["data"][0]["id"]
     except (httpx.HTTPError, KeyError, IndexError, ValueError) as error:
-        raise MoetError(f"{client.base_url}v1/models does not answer: {error}") from error
+        address = str(client.base_url).rstrip("/")
+        raise MoetError(f"{address}/v1/models does not answer: {error}") from error
     return name
 
 

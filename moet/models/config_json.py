@@ -31,7 +31,9 @@ def check_assumed(raw: Mapping[str, Any], assumed: Mapping[str, Any], prefix: st
 def check_known(raw: Mapping[str, Any], known: Iterable[str], name: str = "config.json") -> None:
     """Refuse keys outside `known`."""
     unknown = sorted(set(raw) - set(known))
-    require(not unknown, name, unknown, "these keys are unknown and may change the arithmetic")
+    if unknown:
+        keys = ", ".join(map(str, unknown))
+        raise ConfigError(f"{name} has unknown keys, which may change the arithmetic: {keys}")
 
 
 def typed(name: str, value: Any, annotation: str) -> Any:

@@ -50,7 +50,7 @@ from moet.runtime.host import Progress
 from moet.runtime.memory import require_fit
 from moet.runtime.metrics import ExpertStats
 from moet.runtime.parallel.experts import rank_experts
-from moet.runtime.text_side import existing_folder, model_folder, text_folder
+from moet.runtime.text_side import TextSide, existing_folder, model_folder, text_folder
 from moet.runtime.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -272,6 +272,7 @@ def open_pack(model: str, progress: Progress) -> Pack:
     if is_pack(folder):
         return Pack.open(folder)
     checkpoint = Checkpoint.open(folder)
+    TextSide.from_folder(folder)  # what is wrong with text is said before hours of conversion
     logger.info("%s", checkpoint.describe())
     name = folder.resolve().name
     version = f"v{FORMAT_VERSION}.{LAYOUT_VERSION}"

@@ -35,6 +35,11 @@ class TextSide:
         given = {name: generation[name] for name in DEFAULTS if generation.get(name) is not None}
         if generation.get("do_sample") is False:
             given["temperature"] = 0.0
+        for name, value in given.items():
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ConfigError(
+                    f"{folder / 'generation_config.json'}: {name} is {value!r}; it must be a number"
+                )
         template = folder / "chat_template.jinja"
         return cls(
             tokenizer=Tokenizer.from_folder(folder),
