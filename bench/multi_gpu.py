@@ -301,13 +301,13 @@ def steps(
     rig = rig_of(made, device, suite, watch)
     for case in suite.cases:
         time_case(bench, rig, case, num_steps, label, targets=suite.layers is None)
+    if bench.timeline and suite.model == GLM:
+        tell_step(bench, rig, label)
     agreement(bench, rig, made, group, label)
     if suite.prompt and not bench.no_prompts:
         time_prompt(bench, rig, suite, label)
     if suite.model != GLM or group is None:
         return
-    if bench.timeline:
-        tell_step(bench, rig, label)
     for name in bench.ways:
         take_way(made.model, group.comm, WAYS[name])
         del rig
