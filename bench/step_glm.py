@@ -236,18 +236,16 @@ def decode_rows(bench: Bench, rig: DeviceRig, layers: int, num_steps: int) -> No
 def chunk_rows(
     bench: Bench, rig: DeviceRig, made: DummyModel, device: Device, layers: int, ranks: int
 ) -> None:
-    """A prompt of one chunk, its attention by the kernels of chunks and, of whole heads, by tiles;
-    whether logits and state are the same, the memory that it needs and what its kernels take."""
+    """A prompt of one chunk, by forms of its attention: whether logits and state are the same, the
+    memory that it needs and what its kernels take."""
     ids = torch.randint(0, made.model.vocab_size, (PROMPT,))
     label = f"chunk of {PROMPT}, {ranks} ranks"
     first: list[Tensor] = []
-    kept = device_latents.MANY_ROWS, device_latents.AHEAD
-    ways = {"chunk kernel": (kept[0], False), "chunk kernel, keys ahead": (kept[0], True)}
-    if ranks == 1:
-        ways["tiles"] = (1 << 30, False)
+    kept = device_latents.AHEAD
+    ways = {"chunk kernel": False, "chunk kernel, keys ahead": True}
     for name, way in ways.items():
         with bench.part(f"{label}, {name}"):
-            device_latents.MANY_ROWS, device_latents.AHEAD = way
+            device_latents.AHEAD = way
             steps = Steps(made, device, PROMPT)
             found = [steps.run(ids, 0), *steps.kv.values()]
             first = first or found
@@ -267,7 +265,7 @@ def chunk_rows(
                 case = kernel.name.replace("(anonymous namespace)::", "")[:60]
                 note = f"{kernel.num_launches:.0f} launches"
                 bench.add(f"{label}, {name}: {case}", kernel.time_us / 1e3, "ms", note=note)
-    device_latents.MANY_ROWS, device_latents.AHEAD = kept
+    device_latents.AHEAD = kept
 
 
 def long_rows(bench: Bench, rig: DeviceRig, num_steps: int) -> None:
