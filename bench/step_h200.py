@@ -357,7 +357,8 @@ def beside_rows(bench: Bench, made: DummyModel, device: Device, num_prompt: int)
             f"{case}, share of the rate alone", share, "x", better="higher", target=0.6, note=note
         )
         p99 = between[int(0.99 * (len(between) - 1))]
-        note = f"median {median(between):.2f} ms, longest {between[-3:]} ms"
+        longest = ", ".join(f"{ms:.2f}" for ms in between[-3:])
+        note = f"median {median(between):.2f} ms, longest {longest} ms"
         bench.add(f"{case}, p99 between tokens", p99, "ms", target=100, note=note)
         rate = num_prompt / taken_s
         note = steps.told(taken_s)
