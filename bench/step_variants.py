@@ -41,19 +41,14 @@ CONTEXT, FAR = 1024, 131072
 Change = Callable[[DeepseekV4], None]
 
 
-def placed_at_once(model: DeepseekV4) -> None:
-    """One launch makes a step's angles and slots."""
-    model.tables = tables_of(model, model.device.arch if model.device else "reference")
+def placed_apart(model: DeepseekV4) -> None:
+    """Some thirty launches make a step's angles and slots."""
+    model.tables = tables_of(model, "reference")
 
 
 def eight_mixed(model: DeepseekV4) -> None:
     """Streams sum the experts' outputs of up to eight rows."""
     device_streams.MIXED_ROWS = 8
-
-
-def choices_stop(model: DeepseekV4) -> None:
-    """A choice is searched for only until it is found."""
-    triton_indexer.STOPS = True
 
 
 def choices_of_4096(model: DeepseekV4) -> None:
@@ -93,10 +88,9 @@ def groups_in_four_slices(model: DeepseekV4) -> None:
 VARIANTS: dict[str, list[Change]] = {
     "plain": [],
     "plain again": [],
-    "placed at once": [placed_at_once],
-    "choices stop": [choices_stop],
+    "placed apart": [placed_apart],
     "choices of 4096": [choices_of_4096],
-    "choices of 2048, stop": [choices_of_2048, choices_stop],
+    "choices of 2048": [choices_of_2048],
     "eight mixed": [eight_mixed],
     "joined at once": [joined_at_once],
     "heads in fours": [heads_in_fours],
@@ -109,7 +103,6 @@ KEPT = [
     for place, name in (
         (device_streams, "MIXED_ROWS"),
         (triton_indexer, "CHUNK"),
-        (triton_indexer, "STOPS"),
         (triton_attention, "TILES_AHEAD"),
         (triton_rows, "HEADS_EACH"),
         (PackedGroups, "slices"),
@@ -123,7 +116,7 @@ def tables_of(model: DeepseekV4, arch: str) -> RopeTables:
 
 
 def plain(model: DeepseekV4) -> None:
-    model.tables = tables_of(model, "reference")
+    model.tables = tables_of(model, model.device.arch if model.device else "reference")
     for place, name, value in KEPT:
         setattr(place, name, value)
 
@@ -230,7 +223,7 @@ def main() -> None:
                 entry["timeline far"] = timeline(partial(rig.replay, far))
             replay = partial(rig.replay, Shape(num_seqs=1, num_rows=1, context=CONTEXT))
             entry["timeline"] = timeline(replay)
-            if name in ("plain", "placed at once"):
+            if name in ("plain", "placed apart"):
                 kernels = profile_kernels(replay)
                 entry["launches"] = sum(kernel.num_launches for kernel in kernels)
                 entry["kernels us"] = {k.name[:60]: round(k.time_us, 1) for k in kernels[:24]}

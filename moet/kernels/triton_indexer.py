@@ -32,7 +32,6 @@ CHUNK = 8192  # scores that one program chooses from
 CANDIDATES = 16384  # chosen in chunks, that one program chooses from
 ROWS_EACH = 16  # of a chunk, that share a page's keys in one program
 QUERIES_EACH = 16  # rows of a chunk, that one program prepares
-STOPS = False  # whether a choice is searched for only until it is found
 SCORE_BYTES = 256 << 20  # most that the scores of one launch take; rows beyond it wait
 
 
@@ -215,24 +214,20 @@ def score_rows(
 
 
 @triton.jit
-def choose(score, valid, K: tl.constexpr, STOPS: tl.constexpr):
+def choose(score, valid, K: tl.constexpr):
     """Which of the valid scores are among the K highest; of equal ones the first. Returns bool."""
     bits = (score + 0.0).to(tl.int32, bitcast=True)  # -0 counts as 0
     key = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # ordered as the scores are
     key = tl.where(valid, key, -2147483648)
     positive = tl.sum((key >= 0).to(tl.int32), 0)
     border = tl.where(positive >= K, 0, -2147483648).to(tl.int32)
-    if STOPS:  # where K are not below the border, whichever value that is
-        num, bit = tl.where(positive >= K, positive, -1), 30
-        while (bit >= 0) & (num != K):
-            raised = border + (1 << bit)
-            found = tl.sum((key >= raised).to(tl.int32), 0)
-            border, num = tl.where(found >= K, raised, border), tl.where(found >= K, found, num)
-            bit -= 1
-    else:
-        for bit in range(31):
-            raised = border + (1 << (30 - bit))
-            border = tl.where(tl.sum((key >= raised).to(tl.int32), 0) >= K, raised, border)
+    # Bit by bit, until exactly K keys are not below the border, whichever value that is.
+    num, bit = tl.where(positive >= K, positive, -1), 30
+    while (bit >= 0) & (num != K):
+        raised = border + (1 << bit)
+        found = tl.sum((key >= raised).to(tl.int32), 0)
+        border, num = tl.where(found >= K, raised, border), tl.where(found >= K, found, num)
+        bit -= 1
     above = valid & (key > border)
     tie = valid & (key == border)
     room = K - tl.sum(above.to(tl.int32), 0)
@@ -251,7 +246,6 @@ def choose_in_chunk(
     K: tl.constexpr,
     CHUNK: tl.constexpr,
     LAST: tl.constexpr,
-    STOPS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """The best K of a chunk of a row's scores, ascending by entry. LAST: there is one chunk only,
@@ -267,7 +261,7 @@ def choose_in_chunk(
         if chunk * CHUNK < visible:
             valid = entry < visible
             score = tl.load(scores + row * width + entry, mask=valid, other=float("-inf"))
-            chosen = choose(score, valid, K, STOPS)
+            chosen = choose(score, valid, K)
             place = tl.cumsum(chosen.to(tl.int32), 0) - 1
             tl.store(out + at + place, entry, mask=chosen)
             if not LAST:
@@ -292,7 +286,6 @@ def choose_of_chunks(
     PARTS: tl.constexpr,
     NUM: tl.constexpr,
     LAST: tl.constexpr,
-    STOPS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """The best K of what PARTS chunks of SPAN entries each gave. LAST: there is one such group, and
@@ -311,7 +304,7 @@ def choose_of_chunks(
         source = row * in_stride + group * PARTS * K + i
         score = tl.load(scores + source, mask=valid, other=float("-inf"))
         entry = tl.load(candidates + source, mask=valid, other=-1)
-        chosen = choose(score, valid, K, STOPS)
+        chosen = choose(score, valid, K)
         place = tl.cumsum(chosen.to(tl.int32), 0) - 1
         tl.store(out + at + place, entry, mask=chosen)
         if not LAST:
@@ -415,7 +408,6 @@ def _select(
             K=top_k,
             CHUNK=chunk,
             LAST=True,
-            STOPS=STOPS,
             num_warps=8 if chunk > 1024 else 4,
             **overlap(q),
         )
@@ -433,7 +425,6 @@ def _select(
         K=top_k,
         CHUNK=CHUNK,
         LAST=False,
-        STOPS=STOPS,
         num_warps=8,
         **overlap(q),
     )
@@ -460,7 +451,6 @@ def _select(
             PARTS=parts,
             NUM=num,
             LAST=last,
-            STOPS=STOPS,
             num_warps=8 if num <= 8192 else 16,
             **overlap(q),
         )

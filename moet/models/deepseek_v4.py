@@ -603,7 +603,7 @@ class DeepseekV4:
             mtp=MTPBlock(weights.under("mtp.0."), config, layout, draft_head)
             if drafts and draft_head is not None
             else None,
-            tables=RopeTables(config, weights.device),
+            tables=RopeTables(config, weights.device, arch=settings.arch),
             dtype=dtype,
             shard=shard,
             device=gpu,

@@ -252,7 +252,6 @@ def test_index_select(
     name: str, chunk: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton_indexer, "CHUNK", chunk)
-    monkeypatch.setattr(triton_indexer, "STOPS", chunk == 64)
     rows = step(name, device)
     q, weights, keys = index_inputs(rows, device)
     got = triton_indexer.index_select(q, weights, keys, rows, ratio=4, top_k=32, gate_scale=0.3)
