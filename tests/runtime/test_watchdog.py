@@ -104,7 +104,7 @@ def test_a_request_that_has_begun_is_not_let_go() -> None:
 
 @pytest.mark.parametrize("name", ["queue_timeout_s", "step_timeout_s"])
 def test_time_limits_are_positive(name: str) -> None:
-    with pytest.raises(ConfigError, match="must be positive"):
+    with pytest.raises(ConfigError, match="must be finite and positive"):
         make_core(**{name: 0.0})
 
 
