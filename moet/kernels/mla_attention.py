@@ -209,7 +209,7 @@ def _placed_fits(*, arch: str, form: EntryFormat, placed: bool = False) -> bool:
     return placed and arch == "sm90a" and latent_rows_fit(form)
 
 
-latent_inputs.impl_in("moet.kernels.triton_mla", "triton", supports=_inputs_fit)
+latent_inputs.impl_in("moet.kernels.triton_mla_inputs", "triton", supports=_inputs_fit)
 latent_queries.impl_in("moet.kernels.triton_mla", "triton", supports=_queries_fit)
 head_products.impl_in("moet.kernels.triton_mla", "triton", supports=_on_gpu)
 latent_attention.impl_in("moet.kernels.device_latents", "cuda_chunks", supports=_placed_fits)

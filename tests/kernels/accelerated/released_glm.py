@@ -12,6 +12,7 @@ from moet.kernels import (
     triton_indexer,
     triton_mla,
     triton_mla_attention,
+    triton_mla_inputs,
     triton_places,
     triton_swiglu,
 )
@@ -69,7 +70,7 @@ class ReleasedGlm:
         selected = torch.zeros(n, TOP_K, dtype=torch.int32, device=self.device)
         index_query, gate_up = bf16(n, INDEX_HEADS, INDEX_DIM), bf16(n, 2 * INTER)
         return {
-            "latent_inputs": lambda: triton_mla.latent_inputs(
+            "latent_inputs": lambda: triton_mla_inputs.latent_inputs(
                 *inputs, self.rows.positions, eps=1e-5
             ),
             "latent_queries": lambda: triton_mla.latent_queries(

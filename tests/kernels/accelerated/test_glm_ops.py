@@ -12,6 +12,7 @@ from moet.kernels import (
     triton_indexer,
     triton_mla,
     triton_mla_attention,
+    triton_mla_inputs,
     triton_places,
     triton_swiglu,
 )
@@ -115,7 +116,7 @@ def test_latent_inputs(name: str, kv_dtype: str, device: torch.device) -> None:
     others = twin(own[0]), twin(own[1])
     weights = fp32(INDEX_DIM, device=device), fp32(INDEX_DIM, device=device)
     made = []
-    for fn, (latents, keys) in ((triton_mla.latent_inputs, own), (latent_inputs, others)):
+    for fn, (latents, keys) in ((triton_mla_inputs.latent_inputs, own), (latent_inputs, others)):
         index = IndexKeys(*weights, keys)
         args = (q_kv, projected, *norms, *angles(rows), latents, index, rows.closed_slots(1))
         made.append(fn(*args, eps=EPS))
