@@ -45,11 +45,12 @@ struct ManyHeads : LatentKeys<Key, 64, BOTH_AHEAD> {
                           empty(stage));
         if (++stage == TILES_HELD) stage = 0, parity ^= 1;
       }
+      bool real = p.positions[row] >= 0;
       float factor[2] = {div_full(1.0f, heads.total[0]) * SMALL, div_full(1.0f, heads.total[1]) * SMALL};
 #pragma unroll
       for (int b = 0; b < 4; b++) {
 #pragma unroll
-        for (int i = 0; i < 32; i++) heads.acc[b][i] = mul_rn(heads.acc[b][i], factor[i >> 1 & 1]);
+        for (int i = 0; i < 32; i++) heads.acc[b][i] = real ? mul_rn(heads.acc[b][i], factor[i >> 1 & 1]) : 0.0f;
         heads.store(p.out, row, p.heads, b, heads.acc[b]);
       }
     }
@@ -201,6 +202,7 @@ struct FewHeads : LatentKeys<Key, FEW_HEADS, BOTH_AHEAD> {
   // Lanes of neighbouring columns exchange: each stores two columns of one head.
   DEVICE void finish(int row) const {
     int odd = lane >> 2 & 1;
+    bool real = p.positions[row] >= 0;
 #pragma unroll
     for (int h = 0; h < 8; h += 2) {
       float even_factor = div_full(1.0f, total[h]) * SMALL, odd_factor = div_full(1.0f, total[h + 1]) * SMALL;
@@ -214,7 +216,7 @@ struct FewHeads : LatentKeys<Key, FEW_HEADS, BOTH_AHEAD> {
           uint32_t second = to_bf16(mul_rn(acc[b][2 * h + 2 * r + 1], odd_factor));
           uint32_t theirs = shuffle(odd ? first : second, lane ^ 4);
           uint32_t word = odd ? theirs | second << 16 : first | theirs << 16;
-          if (head < p.heads) *reinterpret_cast<uint32_t*>(to + b * 64 + r * 8) = word;
+          if (head < p.heads) *reinterpret_cast<uint32_t*>(to + b * 64 + r * 8) = real ? word : 0;
         }
     }
   }

@@ -123,7 +123,7 @@ struct LatentKeys {
   DEVICE static uint8_t* tile(int s) { return queries() + WIDTH / 64 * QUERY_BYTES + s * TILE_BYTES; }
   DEVICE static int* chosen() { return reinterpret_cast<int*>(tile(TILES_HELD)); }
 
-  // A fill row counts as one with a single position.
+  // A fill row counts as one with a single position, of any page, and gets zeros.
   DEVICE LatentSight sight_of(int64_t position, int64_t page_row) const {
     int token = position < 0 ? 0 : static_cast<int>(position);
     return {token, static_cast<int>(page_row), token + 1 < p.top_k ? token + 1 : p.top_k};
@@ -155,6 +155,7 @@ struct LatentKeys {
   DEVICE const uint8_t* find(const LatentSight& s, int key, int choice) const {
     int number = key < s.visible && choice >= 0 ? choice : s.token;
     int64_t page = p.page_table[s.page_row * p.table_stride + number / p.per_page];
+    if (page < 0) page = 0;  // of a fill row
     return p.pages + page * p.page_bytes + int64_t(number % p.per_page) * Key::BYTES;
   }
 
