@@ -1,5 +1,7 @@
 """The chunk attention kernels on a GPU: the bits of their Triton forms at the released shapes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -65,7 +67,10 @@ def test_latents_have_the_bits_of_tiles(
     if device_arch(device) != "sm90a":
         pytest.skip("the kernel is sm_90a's")
     pieces = [(0, 200), (300, 301), (500, 760), (60, 70)]
-    rows = make_rows(pieces, short=True, device=device, page_size=64)
+    rows = make_rows(pieces, short=True, device=device, page_size=64, fill=3)
+    nowhere = torch.full_like(rows.page_table[:1], -1)
+    rows.page_rows[-3:] = len(rows.page_table)
+    rows = replace(rows, page_table=torch.cat((rows.page_table, nowhere)))
     num = len(rows.positions)
     selected = torch.full((num, 512), -1, dtype=torch.int32, device=device)
     for row, visible in enumerate(rows.visible(1).tolist()):
