@@ -225,7 +225,7 @@ def test_what_is_wrong_is_named(parse: Moet, folder: str, tools: str, tmp_path: 
     assert "not UTF-8 at byte 2" in parse.failure(*named, str(file))
     assert "give --model a folder" in parse.failure(*named, str(ids))
     assert "the token id 999999; the tokenizer's" in parse.failure("--model", folder, str(ids))
-    assert "deepseek-v4-flash, glm-5.2" in parse.failure("--model", "glm", str(file))
+    assert "deepseek-v4-flash, glm-5.2" in parse.failure("--model", "glm-0", str(file))
     assert "'x', which is not" in parse.failure(*named, "--tool-choice", "x", str(file))
     ids.write_text("[{]")
     assert "is not JSON" in parse.failure(*named, "--tools", str(ids), str(file))

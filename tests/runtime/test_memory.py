@@ -133,7 +133,7 @@ def test_more_host_memory_never_leaves_more_on_disk(ram: float, more: float) -> 
     assert greater.kv == less.kv
 
 
-@given(memory=st.floats(18, 60), seqs=st.integers(1, 32))
+@given(memory=st.floats(19, 60), seqs=st.integers(1, 32))
 def test_the_largest_window_fits_and_a_page_more_does_not(memory: float, seqs: int) -> None:
     given = replace(cards("h200"), memory_bytes=int(memory * GIB))
     largest = plan(FLASH, given, PlanSettings(max_num_seqs=seqs)).kv.largest_model_len
