@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.lone_rank import LoneComm
 from bench.timeline import Moment, by_name, one_layer
-from moet.kernels import triton_mla, triton_mla_attention
+from moet.kernels import triton_mla
 from moet.models.glm_moe_dsa import GlmMoeDsa
 from moet.models.sharding import Comm
 from moet.runtime.parallel.device import DeviceComm
@@ -18,31 +18,18 @@ WAYS: dict[str, dict[str, Any]] = {
     "as bound": {},
     "sums by launches": {"unsummed": False, "on_read": False},
     "four stages of heads": {"MOST_AT_ONCE": 0},
-    "index keys beside": {"beside": True},
-    "heads brought near": {"NEAR": True},
-    "heads brought near and 16 MiB fetched": {"NEAR": True, "FETCHED_BYTES": 16 << 20},
-    "heads brought near and 32 MiB fetched": {"NEAR": True, "FETCHED_BYTES": 32 << 20},
 }
-CHOICES = (
-    (triton_mla, "NEAR"),
-    (triton_mla, "MOST_AT_ONCE"),
-    (triton_mla_attention, "FETCHED_BYTES"),
-)
-BOUND = {name: getattr(module, name) for module, name in CHOICES}
+MOST_AT_ONCE = triton_mla.MOST_AT_ONCE
 
 
 def take_way(model: object, comm: Comm, way: dict[str, Any]) -> None:
     """Bind a model's steps as a way has it; {} is as they are bound."""
     assert isinstance(model, GlmMoeDsa)
-    for module, name in CHOICES:
-        setattr(module, name, way.get(name, BOUND[name]))
+    triton_mla.MOST_AT_ONCE = way.get("MOST_AT_ONCE", MOST_AT_ONCE)
     layers = [*model.layers, *([] if model.mtp is None else [model.mtp.layer])]
     for layer in layers:
         if layer.moe is not None:
             layer.moe.unsummed = way.get("unsummed", True)
-    for layer in layers:
-        gpu = model.device if way.get("beside") else None
-        layer.attention.beside = None if gpu is None else gpu.beside
     if isinstance(comm, LoneComm | DeviceComm):
         comm.sums_on_read = way.get("on_read", True)
 

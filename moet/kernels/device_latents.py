@@ -100,7 +100,6 @@ def latent_attention(
     scale: float,
     latent_dim: int,
     launcher: Launcher | None = None,
-    ahead: Tensor | None = None,
 ) -> Tensor:
     from moet.kernels import triton_mla_attention  # which needs Triton; a CPU may have none
 
@@ -116,5 +115,4 @@ def latent_attention(
         latent_dim=latent_dim,
         least_heads=HEADS,
         launcher=launcher,
-        ahead=ahead,
     )

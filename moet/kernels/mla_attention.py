@@ -146,14 +146,12 @@ def latent_attention(
     scale: float,
     latent_dim: int,
     launcher: Launcher | None = None,
-    ahead: Tensor | None = None,
 ) -> Tensor:
     """Each row's heads over the latents of its chosen positions.
 
     query: [T, H, latent_dim + rope] fp32 or bf16. latents: one entry per token, the step's own
     stored. selected: [T, k] int32, ascending positions filled up with -1. launcher: of kernels
-    beside Triton's. ahead: weights that are read soon, which may be brought nearer. Returns
-    [T, H, latent_dim] in the dtype of query.
+    beside Triton's. Returns [T, H, latent_dim] in the dtype of query.
     """
     out = torch.zeros(*query.shape[:2], latent_dim, dtype=query.dtype, device=query.device)
     no_sink = torch.full((query.shape[1],), -torch.inf, device=query.device)

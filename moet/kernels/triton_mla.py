@@ -30,7 +30,6 @@ from moet.kernels.triton_mla_inputs import first_rotation
 
 OUTPUTS = BLOCK  # of a head's matrix that a program makes: the rows of matrix instructions
 INPUTS = BLOCK  # of one of its steps
-NEAR = False  # whether few rows' programs ask for weights before their inputs are there
 MOST_AT_ONCE = 512  # inputs whose weights few rows' programs ask for at once
 FEW_ROWS, MANY_ROWS = 16, 64  # columns of matrix instructions
 HEADS_EACH = 16  # that a program turns
@@ -81,22 +80,6 @@ def turn_heads(
         value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32) * power_of_two(byte)[:, None]
         value = value.to(index.dtype.element_ty)  # exact
         tl.store(index + row * INDEX_HEADS * INDEX_DIM + place, value, mask=real)
-
-
-@triton.jit
-def bring_near(weight, first, COUNT: tl.constexpr, LINES: tl.constexpr):
-    """Ask for COUNT values from weight + first on, before what multiplies them is there. LINES: a
-    power of two, at least as many as they fill of 128 bytes."""
-    EACH: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
-    line = tl.minimum(tl.arange(0, LINES), COUNT // EACH - 1)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [(weight + first + line * EACH).to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit
@@ -155,17 +138,14 @@ def multiply_heads(
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     QUANT: tl.constexpr,
-    LINES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """OUTPUTS of a head for a tile of rows, as values, or as e4m3 with a scale if QUANT, which
-    takes 128 outputs. LINES: as bring_near has it, or 0."""
+    takes 128 outputs."""
+    begin(OVERLAP)
     BLOCKS: tl.constexpr = (N + OUTPUTS - 1) // OUTPUTS
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     block = tl.program_id(0) % BLOCKS
-    if LINES > 0:
-        bring_near(weight, (head * N + block * OUTPUTS) * K, OUTPUTS * K, LINES)
-    begin(OVERLAP)
     n = block * OUTPUTS + tl.arange(0, OUTPUTS)
     t = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     acc = tile_of(x, weight, scales, head, n, t, num_rows, x_row, x_head, N, K, INPUTS)
@@ -210,17 +190,12 @@ def make_queries(
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
-    LINES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Tile of rows and part: a head's outputs, or behind all of them what turns of one row. LINES:
-    as bring_near has it, or 0."""
+    """Tile of rows and part: a head's outputs, or behind all of them what turns of one row."""
+    begin(OVERLAP)
     PLACES: tl.constexpr = HEADS * ((LATENT + OUTPUTS - 1) // OUTPUTS)
     place, tile = tl.program_id(0), tl.program_id(1)
-    if LINES > 0:  # noqa: SIM102
-        if place < PLACES:
-            bring_near(weight, place.to(tl.int64) * OUTPUTS * NOPE, OUTPUTS * NOPE, LINES)
-    begin(OVERLAP)
     if place < PLACES:
         BLOCKS: tl.constexpr = PLACES // HEADS
         head = (place // BLOCKS).to(tl.int64)
@@ -291,7 +266,6 @@ def latent_queries(
             ROWS=rows,
             OUTPUTS=OUTPUTS,
             INPUTS=min(INPUTS, nope),
-            LINES=_lines(w_uk, OUTPUTS, rows) if q.is_cuda else 0,
             num_warps=4,
             num_stages=4,
             **overlap(q),
@@ -301,15 +275,6 @@ def latent_queries(
 
 def _tile_rows(num_rows: int) -> int:
     return FEW_ROWS if num_rows <= FEW_ROWS else MANY_ROWS
-
-
-def _lines(weight: HeadMatrices, outputs: int, rows: int) -> int:
-    """For bring_near, of a program of few rows; 0 where a head's outputs are no whole programs."""
-    _, n, k = weight.values.shape
-    if rows != FEW_ROWS or n % outputs or not NEAR:
-        return 0
-    num_bytes = outputs * k * weight.values.element_size()
-    return int(triton.next_power_of_2(triton.cdiv(num_bytes, 128)))
 
 
 def _operands(weight: HeadMatrices) -> tuple[Tensor, Tensor]:
@@ -345,7 +310,6 @@ def head_products(x: Tensor, weight: HeadMatrices, *, quantised: bool) -> Activa
             OUTPUTS=outputs,
             INPUTS=min(INPUTS, k),
             QUANT=quant,
-            LINES=_lines(weight, outputs, rows) if x.is_cuda else 0,
             num_warps=4,
             num_stages=1 + k // INPUTS if rows == FEW_ROWS and k <= MOST_AT_ONCE else 4,
             **overlap(x),

@@ -27,9 +27,6 @@ HEADS_EACH = {"sm90a": 64, "sm120a": 16}
 HEADS_APART = {"sm90a": 64, "sm120a": 16}  # where every tile has a program
 HEADS_JOINED = 1  # of one program that joins tiles
 KEYS = 64  # of a tile
-FETCH_BYTES = 1 << 20  # of weights that a program asks for
-FETCHED_BYTES = 0  # of the next product's weights, while few rows attend
-FETCHING_ROWS = 4
 WARPS = 8  # of a program that attends
 
 
@@ -178,7 +175,6 @@ def attend_latents(
     out,
     part_acc,
     part_sum,
-    ahead,
     table_stride,
     PAGE_BYTES,
     num_tiles,
@@ -193,12 +189,10 @@ def attend_latents(
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
     KEYS: tl.constexpr,
-    FETCHES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Row, tile, head block. WHOLE: all tiles of a row in turn, and its output; otherwise one tile,
-    and its sums. FETCHES: programs behind the tiles bring weights that are read next into the
-    cache."""
+    and its sums."""
     begin(OVERLAP)
     BLOCKS: tl.constexpr = LATENT // 64
     row = tl.program_id(0).to(tl.int64)
@@ -234,13 +228,9 @@ def attend_latents(
             tl.store(to + b * 64, (acc[b] * factor).to(out.dtype.element_ty), mask=real)
     else:
         tile = tl.program_id(1)
-        if FETCHES:  # noqa: SIM102
-            if (tile >= num_tiles) & (tl.program_id(2) == 0):
-                part = (tile - num_tiles) * tl.num_programs(0) + tl.program_id(0)
-                fetch(ahead, part)
         key = tile * KEYS + tl.arange(0, KEYS)  # asked for before it is known how many there are
         position = tl.load(selected + row * TOP_K + key, mask=key < TOP_K, other=-1)
-        if (tile * KEYS < visible) & (tile < num_tiles):
+        if tile * KEYS < visible:
             q = load_query(q_ptr, row, h, HEADS, LATENT, ROPE)
             valid = (key < visible) & (position >= 0)
             at, valid = place_latents(
@@ -254,20 +244,6 @@ def attend_latents(
             to = part_acc + part[:, None] * LATENT + d
             for b in tl.static_range(BLOCKS):
                 tl.store(to + b * 64, tl.dot(weight, blocks[b]), mask=real)
-
-
-@triton.jit
-def fetch(ahead, part):
-    """Ask for a part of FETCH_BYTES of what is ahead, 4 KiB a thread."""
-    at = ahead.to(tl.int64) + part.to(tl.int64) * (1 << 20) + tl.arange(0, 256).to(tl.int64) * 4096
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], 4096; mov.u32 $0, 0;",
-        "=r,l",
-        [at],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit
@@ -333,7 +309,6 @@ def latent_attention(
     scale: float,
     latent_dim: int,
     launcher: Launcher | None = None,
-    ahead: Tensor | None = None,
 ) -> Tensor:
     return attend_selected(
         query,
@@ -344,7 +319,6 @@ def latent_attention(
         latent_dim=latent_dim,
         least_heads=16,
         launcher=launcher,
-        ahead=ahead,
     )
 
 
@@ -358,7 +332,6 @@ def attend_selected(
     latent_dim: int,
     least_heads: int,
     launcher: Launcher | None = None,
-    ahead: Tensor | None = None,
 ) -> Tensor:
     """`latent_attention`. least_heads: of a program, real or not; the bits of fewer than 64 are
     others. launcher: of the kernel that joins tiles, where its shapes are."""
@@ -377,11 +350,7 @@ def attend_selected(
     parts = 0 if whole else num_rows * num_tiles * num_heads
     part_acc = torch.empty(parts * latent_dim, dtype=torch.float32, device=query.device)
     part_sum = torch.empty(parts * 2, dtype=torch.float32, device=query.device)
-    fetched = 0
-    if ahead is not None and not whole and num_rows <= FETCHING_ROWS and query.is_cuda:
-        fetched = min(FETCHED_BYTES, ahead.nbytes) // FETCH_BYTES // num_rows
-    grid = num_rows, (1 if whole else num_tiles) + fetched, triton.cdiv(num_heads, heads)
-    attend_latents[grid](
+    attend_latents[(num_rows, 1 if whole else num_tiles, triton.cdiv(num_heads, heads))](
         query,
         latents.pages,
         selected,
@@ -391,7 +360,6 @@ def attend_selected(
         out,
         part_acc,
         part_sum,
-        query if ahead is None else ahead,
         rows.page_table.stride(0),
         form.page_bytes,
         num_tiles,
@@ -406,7 +374,6 @@ def attend_selected(
         LATENT=latent_dim,
         ROPE=form.rope_dim,
         KEYS=KEYS,
-        FETCHES=fetched > 0,
         num_warps=WARPS,
         num_stages=1,
         **overlap(query),

@@ -7,8 +7,7 @@ paged groups: the latent rows of every layer, and index keys of the layers that 
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -56,7 +55,6 @@ from moet.models.sharding import WHOLE, Shard, divide_glm_moe_dsa, glm_moe_dsa_l
 from moet.models.step import Place, step_rows
 
 PAGE_SIZE = 64  # tokens
-INDEX_BESIDE = False  # whether index keys are made on a stream of their own
 Sublayer = Tensor | RankPart | Mixture
 """What a sublayer made: [n, hidden], maybe not summed yet."""
 
@@ -103,8 +101,6 @@ class Indexer:
         gpu = weights.gpu
         if gpu is None:
             return streamed(both)
-        if gpu.beside is not None:  # where it may run
-            gpu = replace(gpu, counters=gpu.beside.counters)
         return PackedMatrix.pack(both.bfloat16(), None, gpu)
 
     def project(self, x: Activations) -> Tensor:
@@ -137,7 +133,6 @@ class Attention:
         hidden, latent, rope_dim = config.hidden_size, config.kv_lora_rank, config.qk_rope_head_dim
         nope, value, rank = config.qk_nope_head_dim, config.v_head_dim, config.q_lora_rank
         self.latents, self.indexer, self.latent_dim = latents, indexer, latent
-        self.beside = weights.gpu.beside if weights.gpu is not None and INDEX_BESIDE else None
         self.scale, self.eps = config.qk_head_dim**-0.5, config.rms_norm_eps
         self.q_kv = Linear.stacked(
             [
@@ -154,8 +149,6 @@ class Attention:
         # [H, latent, nope] and [H, value, latent]
         self.w_uk, self.w_uv = _absorbed(weights, heads, nope, value, latent)
         self.o = weights.input_linear("o_proj", hidden, heads * value)
-        packed = self.o.weight
-        self.ahead = packed.stored.plane if isinstance(packed, PackedMatrix) else None
         index = None if indexer is None else indexer.keys.form
         self._inputs = latent_inputs.bind(arch=arch, rank=rank, form=latents.form, index=index)
         self._queries = latent_queries.bind(arch=arch, index=index, nope_dim=nope)
@@ -178,17 +171,11 @@ class Attention:
 
         selection: that of the nearest owner below; None lets this layer's own indexer choose.
         """
-        indexer, beside = self.indexer, self.beside
-        projected = None
-        if indexer is not None:
-            with nullcontext() if beside is None else beside.forked():
-                projected = indexer.project(x)
-        q_kv = self.q_kv(x)
-        if indexer is not None and beside is not None:
-            beside.join()
+        indexer = self.indexer
+        projected = None if indexer is None else indexer.project(x)
         latents = self.latents.cache(step.kv)
         q_latent = self._inputs(
-            q_kv,
+            self.q_kv(x),
             projected,
             self.q_norm_weight,
             self.kv_norm_weight,
@@ -220,7 +207,6 @@ class Attention:
             scale=self.scale,
             latent_dim=self.latent_dim,
             launcher=self.launcher,
-            ahead=self.ahead,
         )
         del query
         return self.o.on_read(self._values(mixed, self.w_uv, quantised=self.o.quantised)), selection
