@@ -196,4 +196,4 @@ def latent_rows_fit(form: EntryFormat) -> bool:
         return False
     latent, rope = form.latent_dim, form.rope_dim
     even = latent & (latent - 1) == 0 and rope & (rope - 1) == 0
-    return even and latent % FP8_TILE == 0 and rope >= BLOCK
+    return even and latent % FP8_TILE == 0 and latent <= 4 * FP8_TILE and rope >= BLOCK
