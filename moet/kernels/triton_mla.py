@@ -30,7 +30,7 @@ from moet.kernels.triton_mla_inputs import first_rotation
 
 OUTPUTS = BLOCK  # of a head's matrix that a program makes: the rows of matrix instructions
 INPUTS = BLOCK  # of one of its steps
-MOST_AT_ONCE = 512  # inputs whose weights few rows' programs ask for at once
+MOST_AT_ONCE = 64 << 10  # bytes of weights that a program of few rows asks for at once
 FEW_ROWS, MANY_ROWS = 16, 64  # columns of matrix instructions
 HEADS_EACH = 16  # that a program turns
 
@@ -294,6 +294,7 @@ def head_products(x: Tensor, weight: HeadMatrices, *, quantised: bool) -> Activa
     scale = torch.empty((len(codes), width // 128), dtype=torch.float32, device=x.device)
     if num_rows:
         rows, outputs = _tile_rows(num_rows), 2 * OUTPUTS if quant else OUTPUTS
+        at_once = outputs * k * weight.values.element_size() <= MOST_AT_ONCE and rows == FEW_ROWS
         multiply_heads[(num_heads * triton.cdiv(n, outputs), triton.cdiv(num_rows, rows))](
             x,
             *_operands(weight),
@@ -311,7 +312,7 @@ def head_products(x: Tensor, weight: HeadMatrices, *, quantised: bool) -> Activa
             INPUTS=min(INPUTS, k),
             QUANT=quant,
             num_warps=4,
-            num_stages=1 + k // INPUTS if rows == FEW_ROWS and k <= MOST_AT_ONCE else 4,
+            num_stages=1 + k // INPUTS if at_once else 4,
             **overlap(x),
         )
     return Activations(None, codes, scale) if quant else Activations(values)
