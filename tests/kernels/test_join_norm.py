@@ -35,11 +35,11 @@ def placed(launcher: Emulator, weight: Tensor) -> NormWeight:
     return NormWeight(weight, Device.around(launcher, "sm90a", "cpu"))
 
 
-def mixture(num_rows: int, seed: int) -> Mixture:
+def mixture(num_rows: int, seed: int, dim: int = DIM) -> Mixture:
     """Of eight choices; the last row has none."""
     draw = torch.Generator().manual_seed(seed)
-    parts = torch.randn(num_rows, 8, DIM, generator=draw).bfloat16()
-    shared = torch.randn(num_rows, DIM, generator=draw).bfloat16()
+    parts = torch.randn(num_rows, 8, dim, generator=draw).bfloat16()
+    shared = torch.randn(num_rows, dim, generator=draw).bfloat16()
     weights = torch.rand(num_rows, 8, generator=draw)
     ids = torch.arange(8).repeat(num_rows, 1)
     ids[-1] = -1
@@ -48,7 +48,7 @@ def mixture(num_rows: int, seed: int) -> Mixture:
         total = total + parts[:, k].float() * weights[:, k : k + 1]
     total[-1] = 0
     y = (total + shared.float()).bfloat16()
-    return Mixture(parts.view(-1, DIM), shared, weights, ids, lambda: y)
+    return Mixture(parts.view(-1, dim), shared, weights, ids, lambda: y)
 
 
 def require_equal(found: tuple[Tensor, Activations], want: tuple[Tensor, Activations]) -> None:
@@ -57,16 +57,16 @@ def require_equal(found: tuple[Tensor, Activations], want: tuple[Tensor, Activat
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 3])
+@pytest.mark.parametrize(("num_rows", "dim"), [(0, DIM), (1, DIM), (3, DIM), (2, 128), (2, 1024)])
 def test_residual_and_norm(
-    num_rows: int, launcher: Emulator, monkeypatch: pytest.MonkeyPatch
+    num_rows: int, dim: int, launcher: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever joins, in a cluster and in a CTA, coded or not."""
-    weight = torch.randn(DIM)
-    run = add_rms_norm.bind(arch="sm90a", dim=DIM)
-    x = torch.randn(num_rows, DIM).bfloat16()
-    y: list[Tensor | Mixture | None] = [torch.randn(num_rows, DIM).bfloat16(), None]
-    for joins in y + ([mixture(num_rows, 3)] if num_rows else []):
+    weight = torch.randn(dim)
+    run = add_rms_norm.bind(arch="sm90a", dim=dim)
+    x = torch.randn(num_rows, dim).bfloat16()
+    y: list[Tensor | Mixture | None] = [torch.randn(num_rows, dim).bfloat16(), None]
+    for joins in y + ([mixture(num_rows, 3, dim)] if num_rows else []):
         total, normed = run(x, joins, placed(launcher, weight), eps=EPS)
         want_total, want = add_rms_norm(x, joins, weight, eps=EPS)
         assert torch.equal(total, want_total)

@@ -34,6 +34,7 @@ struct JoinArgs {
 DEVICE void arrive_at_slices() {}
 DEVICE void wait_for_slices() { emulation::meet_cluster(); }
 DEVICE void send_to_rank(float* mine, uint64_t* barrier, int rank, float v) {
+  if (emulation::cluster->size() == 1) v = NAN;  // an illegal instruction where no cluster was launched
   *const_cast<float*>(emulation::of_rank(mine, rank)) = v;
   barrier_change(const_cast<uint64_t*>(emulation::of_rank(barrier, rank)), 0, -4);
 }
@@ -145,8 +146,8 @@ DEVICE void write_group(const JoinArgs& p, int64_t row, int group, uint2 stream,
   if (lane == 0) p.scales[row * (p.dim / GROUP) + group] = power_of_two(e);
 }
 
-// GROUPS: of a warp. CLUSTERS: p.slices CTAs have a row; otherwise one. MIXED: y is summed from parts. RANKS:
-// that have parts of y.
+// GROUPS: of a warp. CLUSTERS: p.slices CTAs have a row, and no cluster is launched where that is one; otherwise
+// one. MIXED: y is summed from parts. RANKS: that have parts of y.
 template <int GROUPS, bool CLUSTERS, bool MIXED, int RANKS>
 DEVICE void join(const JoinArgs& p) {
   let_next_kernel_start();
@@ -155,7 +156,8 @@ DEVICE void join(const JoinArgs& p) {
   int slice = CLUSTERS ? blockIdx.x % p.slices : 0, slices = CLUSTERS ? p.slices : 1;
   int row = CLUSTERS ? blockIdx.x / p.slices : blockIdx.x;
   int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, groups = p.dim / GROUP;
-  if (CLUSTERS) {
+  bool shared = CLUSTERS && slices > 1;  // instructions of clusters are illegal outside of one
+  if (shared) {
     if (threadIdx.x == 0) {
       barrier_init(barrier, 1);
       barrier_arrive_expecting(barrier, groups * 4);
@@ -169,7 +171,7 @@ DEVICE void join(const JoinArgs& p) {
     int group = (g * slices + slice) * WARPS + warp;
     if (group < groups) weight[g] = *reinterpret_cast<const uint4*>(p.weight + group * GROUP + lane * 4);
   }
-  if (CLUSTERS) wait_for_slices();
+  if (shared) wait_for_slices();
   wait_for_previous_kernel();
   uint32_t turn = RANKS ? p.peers.turns[blockIdx.x] + 1 : 0;
 #pragma unroll
@@ -189,12 +191,12 @@ DEVICE void join(const JoinArgs& p) {
 #pragma unroll
     for (int i = 1; i < 4; i++) square = fma_rn(f.v[i], f.v[i], square);
     square = tree_of_warp(square);
-    if (!CLUSTERS && lane == 0) sums[group] = square;
-    if (CLUSTERS && lane < slices) send_to_rank(sums + group, barrier, lane, square);
+    if (!shared && lane == 0) sums[group] = square;
+    if (shared && lane < slices) send_to_rank(sums + group, barrier, lane, square);
     if (MIXED || p.y) *reinterpret_cast<uint2*>(p.total + at) = stream[g];
   }
-  if (CLUSTERS) barrier_wait(barrier, 0);
-  if (!CLUSTERS || RANKS) sync_threads();
+  if (shared) barrier_wait(barrier, 0);
+  if (!shared || RANKS) sync_threads();
   if (RANKS && threadIdx.x == 0) p.peers.turns[blockIdx.x] = turn;  // which all have read
   float total = add_rn(lane < groups ? sums[lane] : 0.0f, lane + 32 < groups ? sums[lane + 32] : 0.0f);
   total = tree_of_warp(total);
