@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from moet.kernels import decode_experts, paired_experts, prefill_gemm, stream_experts
+from moet.kernels import decode_experts, paired_experts, prefill_gemm
 from moet.kernels.build import VARIANTS
 from moet.kernels.cubin import Kernels
 from moet.kernels.decode_experts import Router
@@ -165,7 +165,6 @@ CASES: dict[str, Callable[[Kernels, Tensor], None]] = {
 def main() -> None:
     """Run the named cases, or all; each prints its name and `ok`."""
     torch.manual_seed(0)
-    stream_experts.FEW_ROWS = 4
     kernels = Kernels(torch.device("cuda"), VARIANTS / "cubins-debug")
     error = torch.zeros(1, dtype=torch.int32).cuda()
     for name in sys.argv[1:] or CASES:

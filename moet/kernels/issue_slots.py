@@ -147,6 +147,7 @@ CASES = (
     Case("stream_mxfp4_n8_swiglu", "E5M2", 272, 1, 292.0),
     Case("stream_mxfp4_n8_quant_bf16_wide", "E5M2", 272, 1, 292.0),
     Case("stream_fp8_n8_bf16_wide", "E4M3.E4M3", 512),
+    Case("stream_nvfp4_n4_swiglu_wide", "E5M2", 288, 1),
     Case("stream_nvfp4_n8_swiglu_wide", "E5M2", 288, 2),
     Case("pair_w2", "E5M2", 144, 1, 437.0),
     Case("pair_mxfp4", "E5M2", 272, 1, 292.0),

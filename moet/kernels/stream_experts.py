@@ -38,7 +38,7 @@ PLAN_THREADS = 1024
 MAX_PAIRS = 16384  # the plan kernel keeps their ids in shared memory
 FEW_TOKENS = 256  # beyond, a thread of a sum takes eight columns
 WIDE_FROM_PAIRS = 64  # from how many (token, choice) pairs on the wide instances are faster
-FEW_ROWS = 0  # of an entry for which NVFP4 has instances of their own: 4, or 0 for none
+FEW_ROWS = 4  # of an entry for which NVFP4 has instances of its own
 
 
 class QuantiseArgs(ctypes.Structure):
@@ -419,8 +419,7 @@ def rows_of(format: ExpertRows, work: Work) -> int:
 def entry_rows(format: ExpertRows, num_pairs: int, experts: int) -> int:
     """Most rows of an entry with which a step of so many pairs is fastest: few of NVFP4, where
     next to no expert has more and is then read twice."""
-    few = format.name == "nvfp4" and num_pairs <= experts
-    return FEW_ROWS or 8 if few else 8
+    return FEW_ROWS if format.name == "nvfp4" and num_pairs <= experts else 8
 
 
 def codec_of(format: ExpertRows) -> Codec:

@@ -18,6 +18,7 @@ from moet.errors import UnsupportedError
 from moet.kernels import layout
 
 THREADS = 256
+WAVES, MANY_ITEMS = 2, 4  # of CTAs that fit at once; items of each for which that is faster
 Codec = Literal["w2", "mxfp4", "nvfp4", "fp8", "bf16"]
 Output = Literal["f32", "bf16", "swiglu"]
 CHUNKS_PER_STAGE: dict[str, int] = {"w2": 4, "mxfp4": 2, "nvfp4": 2, "fp8": 2, "bf16": 2}
@@ -242,11 +243,15 @@ def share_among(args: StreamArgs, ctas: int, items: int) -> None:
 def run(
     launcher: Launcher, instance: Instance, args: StreamArgs, *, items: int, half_stages: int = 0
 ) -> None:
-    """Launch on at most `items` items. half_stages: where the sum is halved; 0: in the middle."""
+    """Launch on at most `items` items. half_stages: where the sum is halved; 0: in the middle.
+
+    CTAs of a large dense weight are more than fit at once: whose SM is fast takes more of them.
+    """
     stages = complete(args, instance.codec, half_stages)
     resident = launcher.num_sms * instance.resident(stages, launcher.max_shared_bytes)
     split = args.slices == SPLIT_SLICES and items <= resident and instance.split in SPLITS
-    grid = max(1, min(items, resident))
+    waves = WAVES if args.entries is None and items >= MANY_ITEMS * resident else 1
+    grid = max(1, min(items, waves * resident))
     share_among(args, grid, items)
     launcher.launch(
         instance.split if split else instance.name,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moet.kernels import decode_experts, prefill_gemm, stream_experts
+from moet.kernels import decode_experts, prefill_gemm
 from moet.kernels.cubin import Kernels
 from moet.kernels.layout import ExpertRows, Mxfp4Rows, W2Rows
 from moet.kernels.nvfp4_rows import Nvfp4Rows
@@ -113,15 +113,7 @@ def routed(t: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(("d", "i"), [named(x, x[1] == 512) for x in SHARDS])
 @pytest.mark.parametrize("kind", FORMATS)
-def test_experts(
-    kernels: Kernels,
-    error: Tensor,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: type[ExpertRows],
-    d: int,
-    i: int,
-) -> None:
-    monkeypatch.setattr(stream_experts, "FEW_ROWS", 4)
+def test_experts(kernels: Kernels, error: Tensor, kind: type[ExpertRows], d: int, i: int) -> None:
     pool, values = make_pool(kind(d, i))
     slot_of = torch.arange(EXPERTS, device="cuda")
     limit = float(d) ** 0.5

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from moet.kernels import stream_experts
 from moet.kernels.decode_experts import Router, choose, given
 from moet.kernels.layout import ExpertRows, Mxfp4Rows, W2Rows
 from moet.kernels.nvfp4_rows import Nvfp4Rows
@@ -80,15 +79,8 @@ class Step:
     ],
 )
 def test_pairs_have_the_bits_of_the_separate_kernels(
-    launcher: Emulator,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: type[ExpertRows],
-    d: int,
-    i: int,
-    t: int,
-    weigh_output: bool,
+    launcher: Emulator, kind: type[ExpertRows], d: int, i: int, t: int, weigh_output: bool
 ) -> None:
-    monkeypatch.setattr(stream_experts, "FEW_ROWS", 4)
     experts, made = pool(kind(d, i), d + i), Step(launcher, d, i, t)
     assert fits(launcher, experts, made.shared)
     begun = made.begin()

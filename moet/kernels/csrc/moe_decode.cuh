@@ -311,7 +311,7 @@ struct MoeDecode {
         codes_words[4 * i + 2] = v.z, codes_words[4 * i + 3] = v.w;
       }
       if constexpr (CODEC == NVFP4) {
-        nvfp4_chunk<false>(codes_words, words[c * THREADS], E2m1Table(p.masks), b_advance(b, c * 1024), part[0]);
+        nvfp4_chunk<false>(codes_words, words[c * THREADS], TableOf<NVFP4>(p.masks), b_advance(b, c * 1024), part[0]);
         fold(sum, part[0], chunk + c, 1.0f);
         continue;
       }

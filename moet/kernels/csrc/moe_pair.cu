@@ -26,14 +26,14 @@ struct PairArgs {
   int shared_ctas;            // the first ones: they have the larger items
 };
 
-#define STREAM(name, codec, groups, stages, ctas)                                                           \
-  KERNEL(THREADS, ctas) name(GRID_CONSTANT PairArgs args) {                                         \
-    int cta = blockIdx.x, before = args.shared_ctas;                                                \
-    if (cta < before)                                                                               \
-      StreamGemm<FP8, 1, STORE_BF16, 2, true, true>(args.shared, cta, before).run();                \
-    else                                                                                            \
-      StreamGemm<codec, groups, SWIGLU, stages, false, true>(args.routed, cta - before, gridDim.x - before).run(); \
-  }                                                                                                 \
+#define STREAM(name, codec, groups, stages, ctas)                                        \
+  KERNEL(THREADS, ctas) name(GRID_CONSTANT PairArgs args) {                              \
+    int cta = blockIdx.x, before = args.shared_ctas, rest = gridDim.x - before;          \
+    if (cta < before)                                                                    \
+      StreamGemm<FP8, 1, STORE_BF16, 2, true, true>(args.shared, cta, before).run();     \
+    else                                                                                 \
+      StreamGemm<codec, groups, SWIGLU, stages, false, true, false, true>(args.routed, cta - before, rest).run(); \
+  }                                                                                      \
   LAUNCHABLE(name, PairArgs, THREADS)
 
 STREAM(pair_w2, W2, 1, 3, 2)

@@ -15,11 +15,16 @@ DEVICE float small_scale(uint32_t word, int i) {
 }
 DEVICE float e4m3_scale(uint32_t word, int i) { return small_scale(word, i) * 0x1p120f; }
 
-// The e5m2 bytes of the magnitudes, for decode_e2m1. Constants that the compiler knows are brought anew
-// for each use; a shuffle's result stays in its register.
-struct E2m1Table {
+// What a codec keeps in registers throughout. NVFP4: the e5m2 bytes of the magnitudes, for decode_e2m1.
+// Constants that the compiler knows are brought anew for each use; a shuffle's result stays where it is.
+template <int CODEC>
+struct TableOf {
+  DEVICE explicit TableOf(const Masks&) {}
+};
+template <>
+struct TableOf<NVFP4> {
   uint32_t low, high;
-  DEVICE explicit E2m1Table(const Masks& masks) {
+  DEVICE explicit TableOf(const Masks& masks) {
     uint32_t e = shuffle(masks.high ^ 0x88888888u, 0) + 14 * 0x04040404u;
     low = e2m1_low(e), high = e2m1_high(e);
   }
@@ -30,7 +35,7 @@ struct E2m1Table {
 // which has two columns of the matrix instruction, so that one brings both blocks: chunk[2], of rows g
 // and g + 8. Otherwise zeros in the weights keep the blocks apart: chunk[4].
 template <bool FEW>
-DEVICE void nvfp4_chunk(const uint32_t* codes_words, uint32_t scale_word, const E2m1Table& table, BOperand b,
+DEVICE void nvfp4_chunk(const uint32_t* codes_words, uint32_t scale_word, const TableOf<NVFP4>& table, BOperand b,
                         float* chunk) {
   constexpr int PARTS = FEW ? 1 : 2;  // matrix instructions of a step
   int lane = threadIdx.x & 31;

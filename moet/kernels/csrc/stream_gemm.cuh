@@ -109,7 +109,9 @@ enum ErrorBit { INVALID_SLOT = 1, INVALID_COUNT = 2 };
 
 // NT: groups of eight rows of an entry. 0 (NVFP4): up to four rows, each in two columns, see nvfp4.cuh.
 // CLUSTER: the CTAs of a cluster have the slices of one item, one each, and sum them among themselves.
-template <int CODEC, int NT, int EPILOGUE, int STAGES, bool QUANTISE, bool OVERLAP, bool CLUSTER = false>
+// ALL_TOKENS: of at most MAX_ROWS tokens all are columns of every item, loaded once, before the work list
+// is there; the kernel ahead wrote none of them.
+template <int CODEC, int NT, int EPILOGUE, int STAGES, bool QUANTISE, bool OVERLAP, bool CLUSTER = false, bool ALL_TOKENS = false>
 struct StreamGemm {
   static constexpr int CPS = chunks_per_stage(CODEC);
   static constexpr int CODE_BYTES = CODEC == NVFP4 ? 1024 : chunk_bytes(CODEC);
@@ -125,8 +127,8 @@ struct StreamGemm {
   // Instances for few experts only ever share items, and save the registers of a second half.
   static constexpr bool ALWAYS_SHARED = !OVERLAP && NT == 1;
   // Instances for many experts keep an entry's rows instead of asking for them with every item.
-  static constexpr bool KEEPS_ROWS = CODEC == W2 && OVERLAP && NT == 1 && !CLUSTER;
-  static constexpr bool LOADS_FIRST = KEEPS_ROWS && MOET_SM == 90;
+  static constexpr bool KEEPS_ROWS = (CODEC == W2 && OVERLAP && NT == 1 && !CLUSTER) || ALL_TOKENS;
+  static constexpr bool LOADS_FIRST = CODEC == W2 && KEEPS_ROWS && MOET_SM == 90;
 
   const StreamArgs& p;
   uint8_t* activations;
@@ -136,7 +138,7 @@ struct StreamGemm {
   int tid, lane, warp, group;
   int stages_per_segment, slice_stages, first_item, last_item;
   int cta, ctas;          // this one's number among those that divide the items
-  E2m1Table table;        // NVFP4
+  TableOf<CODEC> table;
 
   float tensor_scale;     // NVFP4: of this warp's matrix and entry
   int parity;             // of the item, for buffers that two items may use at once
@@ -213,8 +215,7 @@ struct StreamGemm {
       scales += next_in_segment * (CPS * 4);
     }
   }
-  // From one group of tokens to the next; of one group nothing depends on it.
-  DEVICE uint32_t group_bytes() const { return NT > 1 ? slice_stages * CPS * 1024 : 0; }
+  DEVICE uint32_t group_bytes() const { return CODEC == NVFP4 ? 0 : slice_stages * CPS * 1024; }  // of eight tokens
   DEVICE int base_row() const { return (lane >> 2) + 8 * (lane & 1); }
 
   DEVICE uint8_t* ring_stage(int s) const { return ring + s * (STAGE_BYTES * THREADS); }
@@ -262,6 +263,20 @@ struct StreamGemm {
     int place = t.first + i;
     return p.pairs ? p.pairs[place] : place;
   }
+  DEVICE int input_row(const Entry& t, int i) const {
+    return ALL_TOKENS ? i : divide(source_row(t, i), p.inverse.x_divisor);
+  }
+  // The row of out of this lane's value i; -1 for none.
+  DEVICE int row_of_value(const Entry& t, int i) const {
+    int token = token_of(i);
+    if (!ALL_TOKENS) return token < t.count ? source_row(t, token) : -1;
+    int found = -1;
+    for (int j = 0; j < t.count; j++) {
+      int row = source_row(t, j);
+      if (divide(row, p.inverse.x_divisor) == token) found = row;
+    }
+    return found;
+  }
 
   // Puts the entry's rows, columns of one slice, into shared memory as the B operand. What no row
   // fills is left as it is: a matrix instruction keeps its columns apart.
@@ -280,7 +295,7 @@ struct StreamGemm {
       int column = (segment * p.chunks * 4 + in_segment) * (CODEC == BF16 ? 16 : 32);
       valid = valid && column < p.k;
       uint4 a = {0, 0, 0, 0}, b = a;
-      int row = valid ? divide(source_row(t, token), p.inverse.x_divisor) : 0;
+      int row = valid ? input_row(t, token) : 0;
       if constexpr (QUANTISE) {
         int exponent = quantise_block(valid, row, column, 1 << spread, a, b);
         if (i >= blocks) break;
@@ -511,7 +526,14 @@ struct StreamGemm {
     for (int i = 0; i < VALUES; i++) total[i] = bits_float(0x7FC00000u);
   }
 
+  DEVICE void load_for(const Entry& t, int slice) {
+    load_activations(t, slice);
+    fence_shared_for_matrix_units();
+    sync_threads();
+  }
+
   DEVICE void run() {
+    if constexpr (ALL_TOKENS) load_for({0, 0, 0, divide(p.num_rows, p.inverse.x_divisor)}, 0);
     if (p.entries && !p.early) wait_for_previous_kernel();
     start();
     wait_for_previous_kernel();
@@ -529,19 +551,16 @@ struct StreamGemm {
         if (t.count > MAX_ROWS) t.count = MAX_ROWS;
         if constexpr (KEEPS_ROWS) {
 #pragma unroll
-          for (int i = 0; i < 2; i++) {
-            int token = 2 * (lane & 3) + i;
-            out_row[i] = token < t.count ? source_row(t, token) : -1;
-          }
+          for (int i = 0; i < (FEW ? 1 : 2); i++) out_row[i] = row_of_value(t, i);
         }
         if constexpr (CODEC == NVFP4) {
           uint64_t at = (fine ? t.slot : 0) * p.row_stride + p.parts[EPILOGUE == SWIGLU ? warp >> 1 : 0].bases;
           tensor_scale = *reinterpret_cast<const float*>(p.weights + at);
         }
-        sync_threads();  // the last item's activations are no longer read
-        load_activations(t, slice);
-        fence_shared_for_matrix_units();
-        sync_threads();
+        if constexpr (!ALL_TOKENS) {
+          sync_threads();  // the last item's activations are no longer read
+          load_for(t, slice);
+        }
       }
       // halves[0] gathers the first half, or this warpgroup's; halves[1] the second.
       float halves[2][VALUES], sum[VALUES];
@@ -658,9 +677,9 @@ struct StreamGemm {
   DEVICE void for_outputs(const Entry& t, int first_column, int limit, const float* total, F f) const {
     if constexpr (KEEPS_ROWS) {
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        int column = first_column + (lane >> 2) + 8 * (i >> 1);
-        if (out_row[i & 1] >= 0 && column < limit) f(out_row[i & 1], column, total[i], i);
+      for (int i = 0; i < VALUES; i++) {
+        int row = out_row[FEW ? 0 : i & 1], column = first_column + weight_row_of(i);
+        if (row >= 0 && column < limit) f(row, column, total[i], i);
       }
     } else {
 #pragma unroll
