@@ -64,7 +64,7 @@ def engine(
         cache=CacheConfig(budget_bytes=256 << 20),
         tensor_parallel=tensor,
         pipeline_parallel=pipeline,
-        hang_timeout_s=30.0,
+        hang_timeout_s=60.0,
         own_process=True,
     )
 
