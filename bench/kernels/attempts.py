@@ -37,6 +37,11 @@ HEAD = (
     "tried: tiles dealt out in turn (-1 %), weights asked into L2 ahead (0), activations' loads "
     "side by side (+.4 %), twice as many CTAs as fit at once (+1 %; 4 times: less with 8 rows)"
 )
+MANY = (
+    "tried: the shared expert on a stream of its own (-22 us of 354 at 32 rows), loads of a stage "
+    "ahead of the matrix units (-13), CTAs that take what slow ones have left (0). Next: choice "
+    "and list in one launch"
+)
 CHAIN = FP8 + ". Each of the chain waits for the one ahead"
 DOWN = (
     "of 2048 columns, so that a launch has half the bytes of gate and up, which meet the target; "
@@ -44,6 +49,7 @@ DOWN = (
 )
 TEXTS = {
     "moe layer in pairs": LAYER,
+    "moe layer, decode": MANY,
     "w2 grouped": W2,
     "mxfp4 grouped w2": DOWN,
     "nvfp4 grouped w2": DOWN,
