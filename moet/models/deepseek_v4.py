@@ -37,7 +37,6 @@ from moet.models.base import (
     KVTensors,
     ModelOutput,
     TensorSource,
-    finished,
 )
 from moet.models.deepseek_v4_cache import (
     PAGE_SIZE,
@@ -54,6 +53,7 @@ from moet.models.layers import (
     joined,
 )
 from moet.models.moe import MoE, Router, SwigluMlp
+from moet.models.parts import InParts, rows_wanted
 from moet.models.sharding import WHOLE, Shard, deepseek_v4_layers, divide_deepseek_v4
 from moet.models.step import Place, step_rows
 
@@ -530,7 +530,7 @@ class MTPBlock:
 
 
 @dataclass(eq=False)
-class DeepseekV4:
+class DeepseekV4(InParts):
     """The whole model. `load` builds it; `forward` runs a step."""
 
     config: DeepseekV4Config
@@ -629,24 +629,6 @@ class DeepseekV4:
         device = self.tables.main.device
         return inputs.token_ids.to(device), inputs.logits_indices.to(device)
 
-    def compute(
-        self,
-        token_ids: Tensor,
-        rows: Rows,
-        logits_indices: Tensor | None,
-        kv: KVTensors,
-        experts: ExpertProvider,
-    ) -> ModelOutput:
-        """A step on tensors alone: with rows.short on a GPU no decision is the host's, so that it
-        can be captured. token_ids: [n] int64. logits_indices: as in ForwardInput; None: all rows.
-        """
-        return finished(self.compute_parts(token_ids, rows, logits_indices, kv, experts))
-
-    @property
-    def num_parts(self) -> int:
-        """Of compute_parts: a layer each. Stages wait for one another, and so have but one."""
-        return len(self.layers) if self.shard.num_stages == 1 else 1
-
     def compute_parts(
         self,
         token_ids: Tensor,
@@ -655,7 +637,6 @@ class DeepseekV4:
         kv: KVTensors,
         experts: ExpertProvider,
     ) -> Generator[None, None, ModelOutput]:
-        """`compute`, which stops between its parts: steps of other sequences may run there."""
         step = self._step(token_ids, rows, kv)
         residual = Residual(self._enter(token_ids))
         for n, layer in enumerate(self.layers, 1):
@@ -668,7 +649,7 @@ class DeepseekV4:
         else:
             streams = last.hand_on(residual)
             self.shard.comm.send(streams)
-        return ModelOutput(self._logits(self.head, _chosen(streams, logits_indices)), streams)
+        return ModelOutput(self._logits(self.head, rows_wanted(streams, logits_indices)), streams)
 
     def _step(self, token_ids: Tensor, rows: Rows, kv: KVTensors) -> Step:
         return Step(token_ids, rows, kv, self.tables, self.layout.ring_entries)
@@ -722,8 +703,4 @@ class DeepseekV4:
             step = self._step(token_ids, rows, kv)
             streams = self.mtp(self.embed(token_ids), streams, step, experts)
             head = self.mtp.head
-        return ModelOutput(self._logits(head, _chosen(streams, logits_indices)), streams)
-
-
-def _chosen(streams: Tensor, indices: Tensor | None) -> Tensor:
-    return streams if indices is None else streams[indices]
+        return ModelOutput(self._logits(head, rows_wanted(streams, logits_indices)), streams)

@@ -46,11 +46,11 @@ from moet.models.base import (
     KVTensors,
     ModelOutput,
     TensorSource,
-    finished,
 )
 from moet.models.glm_moe_dsa_config import GlmMoeDsaConfig
 from moet.models.layers import Embedding, Linear, LMHead, Weights
 from moet.models.moe import MoE, Router, SwigluMlp
+from moet.models.parts import InParts, rows_wanted
 from moet.models.sharding import WHOLE, Shard, divide_glm_moe_dsa, glm_moe_dsa_layers
 from moet.models.step import Place, step_rows
 
@@ -412,7 +412,7 @@ class CacheLayout:
 
 
 @dataclass(eq=False)
-class GlmMoeDsa:
+class GlmMoeDsa(InParts):
     """The whole model. `load` builds it; `forward` runs a step."""
 
     config: GlmMoeDsaConfig
@@ -524,25 +524,6 @@ class GlmMoeDsa:
         device = self.frequencies.device
         return inputs.token_ids.to(device), inputs.logits_indices.to(device)
 
-    def compute(
-        self,
-        token_ids: Tensor,
-        rows: Rows,
-        logits_indices: Tensor | None,
-        kv: KVTensors,
-        experts: ExpertProvider,
-    ) -> ModelOutput:
-        """A step on tensors alone: on a GPU no decision is the host's, so that it can be captured.
-
-        token_ids: [n] int64. logits_indices: as in ForwardInput; None: all rows.
-        """
-        return finished(self.compute_parts(token_ids, rows, logits_indices, kv, experts))
-
-    @property
-    def num_parts(self) -> int:
-        """Of compute_parts: a layer each. Stages wait for one another, and so have but one."""
-        return len(self.layers) if self.shard.num_stages == 1 else 1
-
     def compute_parts(
         self,
         token_ids: Tensor,
@@ -551,7 +532,6 @@ class GlmMoeDsa:
         kv: KVTensors,
         experts: ExpertProvider,
     ) -> Generator[None, None, ModelOutput]:
-        """`compute`, which stops between its parts: steps of other sequences may run there."""
         step = self._step(token_ids, rows, kv)
         x = self._enter(token_ids)
         y: Sublayer | None = None
@@ -566,7 +546,7 @@ class GlmMoeDsa:
             self.shard.comm.send(x)
         else:
             x = self.norm(x, y)[1].plain()
-        return ModelOutput(self._logits(self.head, _chosen(x, logits_indices)), x)
+        return ModelOutput(self._logits(self.head, rows_wanted(x, logits_indices)), x)
 
     def _enter(self, token_ids: Tensor) -> Tensor:
         """What this process's first layer gets: [n, hidden]."""
@@ -616,9 +596,5 @@ class GlmMoeDsa:
             x = self.mtp.join(self.embed(token_ids), hidden_states)
             x, y, _ = self.mtp.layer(x, None, step, None, experts)
             hidden_states = self.mtp.norm(x, y)[1].plain()
-        logits = self._logits(self.draft_head, _chosen(hidden_states, logits_indices))
+        logits = self._logits(self.draft_head, rows_wanted(hidden_states, logits_indices))
         return ModelOutput(logits, hidden_states)
-
-
-def _chosen(hidden_states: Tensor, indices: Tensor | None) -> Tensor:
-    return hidden_states if indices is None else hidden_states[indices]

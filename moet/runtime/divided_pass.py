@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from moet.models.base import finished
 from moet.runtime.batch import Admit, Command, Release, Restore, SetPages, SwapIn, SwapOut
 from moet.runtime.chunk_runner import PendingChunks
 from moet.runtime.queues import Moment, Queue
@@ -62,10 +63,6 @@ class DividedPass:
             self._fault |= self._kept
         started = self._queue.moment()
         try:
-            while True:
-                next(self._parts)
-        except StopIteration as end:
-            made: PendingChunks = end.value
-            self.made = replace(made, started=started)
+            self.made = replace(finished(self._parts), started=started)
         except Exception as error:
             self.error = error
