@@ -21,6 +21,7 @@ from moet.kernels.comm import (
 )
 from moet.kernels.gemm import tree_sum
 from tests.kernels.emulation import Emulator, build
+from tests.kernels.forks import in_ranks
 
 MAX_BYTES = 1 << 12
 SIZES = (4, 12, 8, MAX_BYTES // 4, 20, 512)  # of one call after the other
@@ -64,18 +65,7 @@ def on_ranks(
         results[number, : len(made)] = made
         results[number, -1] = float(peers.error)
 
-    children = []
-    for number in range(1, num_ranks):
-        pid = os.fork()
-        if pid == 0:
-            try:
-                rank(number)
-            finally:
-                os._exit(0)
-        children.append(pid)
-    rank(0)
-    for pid in children:
-        os.waitpid(pid, 0)
+    in_ranks(num_ranks, rank)
     return list(results)
 
 

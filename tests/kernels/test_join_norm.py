@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 
 import pytest
@@ -20,6 +19,7 @@ from moet.kernels.norm import add_rms_norm
 from moet.kernels.quant import Activations, fp8_encode
 from tests.kernels import emulation
 from tests.kernels.emulation import Emulator
+from tests.kernels.forks import in_ranks
 
 DIM, EPS, MAX_BYTES = 1280, 1e-5, 1 << 14
 
@@ -113,18 +113,7 @@ def test_ranks_parts_are_summed_on_their_way_in(launcher: Emulator, ranks: int) 
         found[rank] = torch.cat(made)
         assert int(to.device.error) == 0
 
-    children = []
-    for rank in range(1, ranks):
-        child = os.fork()
-        if child == 0:
-            try:
-                work(rank)
-            finally:
-                os._exit(0)
-        children.append(child)
-    work(0)
-    for child in children:
-        os.waitpid(child, 0)
+    in_ranks(ranks, work)
     want = []
     for i, n in enumerate(steps):
         for parts in ([each[i] for each in plain],
