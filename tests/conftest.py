@@ -1,5 +1,8 @@
 """Settings that every test shares."""
 
+import logging
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -29,3 +32,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("deep")]
     items.sort(key=lambda item: not item.path.as_posix().endswith(LONG))
+
+
+@pytest.fixture(autouse=True)
+def own_log() -> Iterator[None]:
+    """Commands set the log up; the next test, of whatever file, finds it as it is without them."""
+    yield
+    for logger in (logging.getLogger("moet"), logging.getLogger("uvicorn")):
+        logger.handlers.clear()
+        logger.setLevel(logging.NOTSET)
+        logger.propagate = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import signal
 import subprocess
 import sys
@@ -22,16 +21,6 @@ from moet.errors import ConfigError
 from moet.runtime.parallel.group import Place
 
 ROOT = Path(__file__).parents[1]
-
-
-@pytest.fixture(autouse=True)
-def own_log() -> Iterator[None]:
-    """Commands set the log up; the next test gets it back as it was."""
-    root = logging.getLogger("moet")
-    kept = root.handlers[:], root.level, root.propagate
-    yield
-    root.handlers[:], root.propagate = kept[0], kept[2]
-    root.setLevel(kept[1])
 
 
 @pytest.fixture(scope="module")

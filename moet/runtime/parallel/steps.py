@@ -7,7 +7,7 @@ is admitted, and by its request's id afterwards.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any, get_args
 
@@ -31,18 +31,46 @@ class StepWriter:
     of one does not say whether that sequence is finished or will come back."""
 
     def __init__(self) -> None:
-        self._owners: dict[int, Sequence] = {}
+        self._owners = _Owners()
 
     def write(self, batch: Batch) -> bytes:
-        """A batch. Grammars stay behind: rows bring the masks made of them."""
-        finished = []
-        for command in batch.commands:
-            if isinstance(command, Admit):
-                self._owners[command.slot] = command.seq
-            elif isinstance(command, Release):
-                owner = self._owners.pop(command.slot, None)
-                finished.append(owner is not None and owner.status is Status.FINISHED)
-        return msgspec.msgpack.encode([_plain(batch), finished])
+        """A batch, and who has finished. Grammars stay behind: rows bring masks made of them."""
+        self._owners.follow(batch.commands)
+        return msgspec.msgpack.encode([_plain(batch), self._owners.take_finished()])
+
+
+class _Owners:
+    """Sequences that have a slot, and those that had one and may come back, by their arrival."""
+
+    def __init__(self) -> None:
+        self._placed: dict[int, Sequence] = {}  # by slot
+        self._away: dict[int, Sequence] = {}
+
+    def follow(self, commands: Iterable[Command]) -> list[Sequence]:
+        """Take note of who leaves a slot and who gets one, in order; returns who left."""
+        left = []
+        for command in commands:
+            match command:
+                case Admit(seq, slot):
+                    self._placed[slot] = seq
+                    self._away.pop(seq.arrival, None)
+                case Release(slot) if slot in self._placed:
+                    seq = self._placed.pop(slot)
+                    self._away[seq.arrival] = seq
+                    left.append(seq)
+        return left
+
+    def take_finished(self) -> list[int]:
+        """The arrivals of those without a slot that have finished; they are forgotten."""
+        finished = [n for n, seq in self._away.items() if seq.status is Status.FINISHED]
+        for arrival in finished:
+            del self._away[arrival]
+        return finished
+
+    def finish(self, arrivals: Iterable[int]) -> None:
+        """Those that another rank has taken are finished."""
+        for arrival in arrivals:
+            self._away.pop(arrival).status = Status.FINISHED
 
 
 def _plain(value: Any) -> Any:
@@ -74,7 +102,7 @@ class StepReader:
 
     def __init__(self) -> None:
         self._sequences: dict[str, Sequence] = {}
-        self._slots: dict[int, str] = {}
+        self._owners = _Owners()
         self._requests = msgspec.msgpack.Decoder(Request)
 
     def read(self, data: bytes) -> Batch:
@@ -82,12 +110,11 @@ class StepReader:
         plain, finished = msgspec.msgpack.decode(data)
         batch = self._made(plain)
         assert isinstance(batch, Batch)
-        releases = [each for each in batch.commands if isinstance(each, Release)]
-        for command, is_finished in zip(releases, finished, strict=True):
-            request_id = self._slots.pop(command.slot, None)
-            if request_id is not None and request_id not in self._slots.values():
-                seq = self._sequences.pop(request_id)
-                seq.status = Status.FINISHED if is_finished else seq.status
+        for seq in self._owners.follow(batch.commands):
+            request_id = seq.request.request_id
+            if self._sequences.get(request_id) is seq:  # not one that came back in this batch
+                del self._sequences[request_id]
+        self._owners.finish(finished)
         return batch
 
     def _made(self, value: Any) -> Any:
@@ -126,7 +153,6 @@ class StepReader:
         seq = _sequence(request, output, arrival, seed)
         seq.num_spec_tokens = num_spec_tokens
         self._sequences[request.request_id] = seq
-        self._slots[slot] = request.request_id
         return Admit(seq, slot, num_tokens)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import msgspec
 import pytest
@@ -32,6 +32,16 @@ def sequence(request_id: str = "a", output: tuple[int, ...] = (9,)) -> Sequence:
         token_ids=[1, 2, 3, *output],
         num_spec_tokens=2,
     )
+
+
+def arrived(number: int) -> Sequence:
+    return replace(sequence(f"r{number}"), arrival=number)
+
+
+def only_sequence(batch: Batch) -> Sequence:
+    """That of the only Admit."""
+    (seq,) = [command.seq for command in batch.commands if isinstance(command, Admit)]
+    return seq
 
 
 def encode(batch: Batch) -> bytes:
@@ -86,6 +96,38 @@ def test_sequences_live_as_long_as_their_slot() -> None:
         reader.read(writer.write(Batch([Release(0)], [])))
         assert (found.status is Status.FINISHED) == (n % 2 == 1)
     assert len(reader._sequences) == 0
+
+
+def test_who_gets_the_slot_of_one_that_finished_is_not_finished() -> None:
+    """Nor is one that moves to another slot in the batch that takes its own."""
+    writer, reader = StepWriter(), StepReader()
+    first, second = arrived(0), arrived(1)
+    old = only_sequence(reader.read(writer.write(Batch([Admit(first, 0, 3)], []))))
+    first.status = Status.FINISHED
+    row = Row(second, 0, 0, 0, 3, [1, 2, 3], True)
+    found = reader.read(writer.write(Batch([Release(0), Admit(second, 0, 3)], [row])))
+    placed = only_sequence(found)
+    assert found.rows[0].seq is placed
+    assert (old.status, placed.status) == (Status.FINISHED, Status.WAITING)
+    moved = reader.read(writer.write(Batch([Release(0), Admit(second, 1, 3)], [row])))
+    assert only_sequence(moved).status is placed.status is Status.WAITING
+    assert moved.rows[0].seq is only_sequence(moved)
+    assert list(reader._sequences.values()) == [only_sequence(moved)]
+
+
+def test_one_that_finishes_without_a_slot_is_let_go_of() -> None:
+    writer, reader = StepWriter(), StepReader()
+    seq = arrived(0)
+    found = only_sequence(reader.read(writer.write(Batch([Admit(seq, 0, 3)], []))))
+    reader.read(writer.write(Batch([Release(0)], [])))
+    assert found.status is Status.WAITING
+    seq.status = Status.FINISHED
+    reader.read(writer.write(Batch([], [])))
+    assert found.status is Status.FINISHED
+    assert not reader._sequences
+    for owners in (writer._owners, reader._owners):
+        assert not owners._away
+        assert not owners._placed
 
 
 def test_output_that_was_sampled_since_is_not_sent() -> None:
