@@ -34,7 +34,8 @@ from moet.models.base import ForwardInput, ResidentProvider
 from moet.models.dummy import DummyOptions, DummySource, dummy_rows
 from moet.models.expert_encoder import row_formats
 from moet.models.footprint import footprint
-from moet.models.glm_moe_dsa import PAGE_SIZE, GlmMoeDsa
+from moet.models.glm_moe_dsa import GlmMoeDsa
+from moet.models.glm_moe_dsa_cache import PAGE_SIZE
 from moet.models.glm_moe_dsa_config import GlmMoeDsaConfig
 from moet.models.synthetic_glm import MODEL_NAME
 from moet.runtime.device_start import this_gpu

@@ -28,7 +28,8 @@ from moet.bench.rig import Shape
 from moet.config import ModelSettings
 from moet.kernels import device_streams, triton_attention, triton_indexer, triton_rows
 from moet.kernels.device_gemm import PackedGroups
-from moet.models.deepseek_v4 import DeepseekV4, RopeTables
+from moet.models.deepseek_v4 import DeepseekV4
+from moet.models.deepseek_v4_attention import RopeTables
 from moet.models.dummy import DummyOptions
 from moet.models.synthetic import MODEL_NAME
 from moet.runtime.device_runner import Placement

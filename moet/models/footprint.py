@@ -13,7 +13,7 @@ from typing import Any
 
 from moet.config import KVDtype, Rounding
 from moet.errors import ConfigError
-from moet.models import deepseek_v4_cache, glm_moe_dsa
+from moet.models import deepseek_v4_cache, glm_moe_dsa_cache
 from moet.models.base import KVCacheSpec, KVGroup
 from moet.models.deepseek_v4_config import ARCHITECTURE as DEEPSEEK_V4
 from moet.models.deepseek_v4_config import DeepseekV4Config
@@ -219,7 +219,7 @@ def _glm(
     config = GlmMoeDsaConfig.from_dict(raw)
     release = GlmMoeDsaRelease(config, _flavour(raw))
     num_spec_tokens = num_spec_tokens if config.num_draft_blocks > 0 else 0
-    spec = glm_moe_dsa.CacheLayout(config, kv_dtype, rounding, num_spec_tokens > 0).spec()
+    spec = glm_moe_dsa_cache.CacheLayout(config, kv_dtype, rounding, num_spec_tokens > 0).spec()
     groups = {group.name: group for group in spec.groups}
     heads = config.num_attention_heads
     attend = 2 * heads * (2 * config.kv_lora_rank + config.qk_rope_head_dim)

@@ -12,7 +12,8 @@ from moet.config import KVDtype, ModelSettings, Rounding
 from moet.kernels.quant import Activations
 from moet.models.base import KVTensors
 from moet.models.formats import quantize_fp8_block
-from moet.models.glm_moe_dsa import Attention, GlmMoeDsa, Step
+from moet.models.glm_moe_dsa import GlmMoeDsa
+from moet.models.glm_moe_dsa_attention import Attention, Step
 from moet.models.glm_moe_dsa_config import GlmMoeDsaConfig
 from moet.models.glm_moe_dsa_tensors import tensor_inventory
 from moet.models.layers import Weights

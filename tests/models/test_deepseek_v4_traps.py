@@ -12,7 +12,8 @@ from moet.config import ModelSettings
 from moet.errors import CheckpointError, ConfigError
 from moet.kernels.hyper_connection import hc_pre
 from moet.models import load_model
-from moet.models.deepseek_v4 import DeepseekV4, RopeTables
+from moet.models.deepseek_v4 import DeepseekV4
+from moet.models.deepseek_v4_attention import RopeTables
 from moet.models.deepseek_v4_config import DeepseekV4Config
 from moet.models.layers import Weights
 from tests.models.hash_weights import (

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moet.config import KVDtype, Rounding
 from moet.errors import CheckpointError, ConfigError
-from moet.models.glm_moe_dsa import CacheLayout
+from moet.models.glm_moe_dsa_cache import CacheLayout
 from moet.models.glm_moe_dsa_config import GlmMoeDsaConfig
 from tests.models.glm_configs import released, tiny
 from tests.models.glm_rig import (

@@ -21,7 +21,7 @@ from moet.kernels.mla_attention import HeadMatrices, IndexKeys
 from moet.kernels.mla_cache import Fp8IndexKeys, latent_rows
 from moet.kernels.rope import rope_cos_sin
 from moet.kernels.rows import Rows
-from moet.models.glm_moe_dsa import PAGE_SIZE
+from moet.models.glm_moe_dsa_cache import PAGE_SIZE
 
 DIM, HEADS, RANK, LATENT, ROPE, NOPE, VALUE = 6144, 64, 2048, 512, 64, 192, 256
 INDEX_HEADS, INDEX_DIM, TOP_K, INTER = 32, 128, 2048, 12288
