@@ -40,6 +40,7 @@ from bench.experts_rig import (
 from bench.experts_rows import missed, rows
 from bench.gpu import milliseconds, open_gpu
 from bench.gpu_model import PAGE, kernels_of, state
+from bench.timeline import middle
 from moet.bench.results import report, write
 from moet.errors import ConfigError
 from moet.kernels.device_gemm import Device
@@ -231,7 +232,7 @@ def launches(bench: Bench) -> Results:
             for _ in range(30):
                 step(rig.tokens(num_rows))
             count, lines = kernels_of(step.graph.replay, 16)
-            layer = timeline(step.graph.replay)
+            layer = middle(step.graph.replay)
             found[f"{num_rows} rows, {name}"] = {"launches": count, "top": lines, "part": layer}
             print(num_rows, name, count, *lines, *layer, sep="\n", flush=True)
     ids = torch.arange(TOP_K, device="cuda").view(1, -1)
@@ -285,24 +286,6 @@ def launches(bench: Bench) -> Results:
             found[f"fetch of {rows_wanted}, {ctas} CTAs"] = {"us": taken_us, "GB/s": round(rate, 1)}
     print({k: v for k, v in found.items() if "rows" not in k}, flush=True)
     return found
-
-
-def timeline(call: Callable[[], object], count: int = 48) -> list[str]:
-    """Kernels in the middle of a call: when each began, how long it took, what it was."""
-    from torch.profiler import ProfilerActivity, profile
-
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        call()
-        torch.cuda.synchronize()
-    ran = [event for event in profiler.events() if event.device_type.name == "CUDA"]
-    ran.sort(key=lambda event: event.time_range.start)
-    middle = ran[len(ran) // 2 : len(ran) // 2 + count]
-    return [
-        f"{event.time_range.start - middle[0].time_range.start:8.1f} us "
-        f"{event.time_range.elapsed_us():7.1f} us {event.name[:60]}"
-        for event in middle
-    ]
 
 
 def repeated(call: Callable[[], None], times: int = 20) -> float:

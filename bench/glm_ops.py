@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from bench.gpu import check_parts
-from bench.step_h200 import Bench
+from bench.suite import Bench
 from moet.kernels import triton_indexer, triton_mla, triton_mla_attention
 from moet.kernels.cache import Cache, PlanedFormat
 from moet.kernels.mla_attention import HeadMatrices

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from bench.gpu import open_gpu
-from bench.step_h200 import GIB, Bench
+from bench.step_h200 import GIB
+from bench.suite import Bench
 from moet.config import ModelSettings
 from moet.kernels.device_gemm import Device
 from moet.kernels.layout import ExpertRows

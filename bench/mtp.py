@@ -28,9 +28,12 @@ import torch
 from torch import Tensor
 
 from bench.gpu import check_parts, open_gpu
+from bench.loop import Loop, random_ids
 from bench.quality_measure import drafts, some_of_each
 from bench.quality_tasks import STORY, TASKS, held_out
-from bench.step_h200 import CONTEXT, SEED, SKEW, Bench, Loop
+from bench.rigs import CONTEXT, placement_on, rig_on
+from bench.step_h200 import SEED, SKEW
+from bench.suite import Bench
 from bench.train_demo.corpus import Renderer
 from bench.train_demo.tokenizer import Family
 from moet.bench.device_rig import DeviceRig
@@ -43,12 +46,10 @@ from moet.models.dummy import DummyOptions, DummySource
 from moet.models.layers import LMHead, Weights
 from moet.models.synthetic import MODEL_NAME
 from moet.runtime import device_runner
-from moet.runtime.device_runner import Placement
 from moet.runtime.device_sampler import Kind
 from moet.runtime.draft_length import fitted
 from moet.runtime.dummy import DummyModel, dummy_model, preset_config
 from moet.runtime.engine import Engine
-from moet.runtime.queues import CudaGraphs, CudaQueue
 from moet.types import SamplingParams
 
 RESULTS = Path(__file__).parent / "results" / "mtp.json"
@@ -150,10 +151,9 @@ def adaptive_rows(bench: Bench, made: DummyModel, device: Device) -> None:
         bench.part("an engine that drafts"),
         patch.object(device_runner, "bucket_sizes", lambda most: STREAMS),  # to capture no others
     ):
-        queue = CudaQueue()
         loop = Loop(
             made,
-            Placement(queue, CudaGraphs(queue), device.error, device.arch),
+            placement_on(device),
             max_num_seqs=max(STREAMS),
             max_num_batched_tokens=2048,
             max_model_len=4096,
@@ -172,7 +172,7 @@ def adaptive_rows(bench: Bench, made: DummyModel, device: Device) -> None:
             with bench.part(case):
                 scheduler.config = replace(scheduler.config, adaptive_spec=adaptive)
                 for n in range(num_seqs):
-                    loop.submit(f"{case} {n}", 256, LOOP_TOKENS, spec_tokens)
+                    loop.submit(f"{case} {n}", random_ids(256), LOOP_TOKENS, spec_tokens)
                 taken_ms, drafted = second_half(loop)
                 note = f"{drafted / num_seqs:.2f} drafts a step and stream"
                 bench.add(case, taken_ms, "ms/step", note=note)
@@ -363,15 +363,12 @@ def make_rig(
     made: DummyModel, device: Device, num_seqs: int, *, like: DeviceRig | None = None
 ) -> DeviceRig:
     """like: one of the same size whose prompts it takes over."""
-    queue = CudaQueue()
-    rig = DeviceRig(
-        made.model,  # type: ignore[arg-type]
-        made.experts,
-        Placement(queue, CudaGraphs(queue), device.error, device.arch),
+    rig = rig_on(
+        placement_on(device),
+        made,
         num_seqs=num_seqs,
         num_rows=1 + MOST_DRAFTS,
         longest=CONTEXT,
-        others=CONTEXT,
         num_drafts=MOST_DRAFTS,
     )
     if like is None:

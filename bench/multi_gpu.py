@@ -16,19 +16,16 @@ that fails on every rank is told of and the others go on. The file is written af
 from __future__ import annotations
 
 import argparse
-import gc
 import hashlib
 import logging
 import socket
 import subprocess
 import sys
-import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Any, Literal
 
 import torch
@@ -37,10 +34,11 @@ from torch._C._distributed_c10d import TCPStore
 
 from bench.glm_ways import WAYS, take_way, tell_timeline
 from bench.gpu import check_parts, open_gpu
+from bench.rigs import CONTEXT, placement_on, rig_on
+from bench.suite import Bench
 from bench.timeline import timeline
 from moet.bench.device_rig import DeviceRig
 from moet.bench.device_step import profile_kernels
-from moet.bench.results import Row, report, write
 from moet.bench.rig import Shape
 from moet.config import KVDtype, ModelSettings, ParallelConfig
 from moet.errors import MoetError
@@ -52,7 +50,6 @@ from moet.models.footprint import footprint
 from moet.models.sharding import WHOLE, Shard
 from moet.models.synthetic import MODEL_NAME as V4
 from moet.models.synthetic_glm import MODEL_NAME as GLM
-from moet.runtime.device_runner import Placement
 from moet.runtime.device_start import this_gpu
 from moet.runtime.dummy import DummyModel, dummy_model, preset_config
 from moet.runtime.memory import plan
@@ -69,7 +66,6 @@ CALLS_PER_GRAPH, ROUNDS = 50, 12
 SUM_ROWS = (1, 3, 8, 32, 96, 2048)  # of 4,096 bf16 values
 DIM, VOCABULARY = 4096, 129280
 NUM_DRAFTS = 2
-CONTEXT = 1024
 FAULT_WAIT_S = 20.0
 BEAT_S = 60.0  # of a rank that compiles under the interpreter lock, no sign of life may come
 
@@ -131,21 +127,16 @@ def glm(layers: int | None, *, fp8: bool) -> Suite:
                  kv_dtype="nvfp4", prompt_target=6000.0)  # fmt: skip
 
 
-@dataclass
-class Bench:
-    """What was found, on rank 0 alone; the other ranks only take part."""
+@dataclass(kw_only=True)
+class RankBench(Bench):
+    """A rank's: what is found is kept by rank 0 alone; the other ranks only take part. Parts may
+    fail that fail on every rank."""
 
     rank: int
-    out: Path
-    command: str
-    commit: str
-    more: dict[str, object]
     group: Group
     no_prompts: bool
     ways: Sequence[str] = ()
     timeline: bool = False
-    rows: list[Row] = field(default_factory=list)
-    faults: dict[str, str] = field(default_factory=dict)
 
     def add(
         self,
@@ -159,41 +150,30 @@ class Bench:
         note: str = "",
     ) -> None:
         if self.rank == 0:
-            row = Row(case=case, value=round(value, 4), unit=unit, better=better, floor=floor,
-                      target=target, note=note)  # fmt: skip
-            self.rows.append(row)
-            wanted = "" if target is None else f"target {target:g} "
-            print(f"{case:<64} {value:>10.3f} {unit:<8} {wanted}{note}", flush=True)
-            self._save()
+            super().add(case, value, unit, better=better, floor=floor, target=target, note=note)
+            self.write()
 
-    def part(self, name: str, work: Callable[[], None]) -> None:
-        """A part that may fail without the others, if it fails on every rank."""
-        began = perf_counter()
-        try:
+    def run(self, name: str, work: Callable[[], None]) -> None:
+        """A part that leaves no memory to the next one."""
+        with self.part(name):
             work()
-        except Exception as error:
-            self.faults[name] = f"{type(error).__name__}: {error}"
-            print(f"rank {self.rank} FAILED {name}\n{traceback.format_exc(limit=-6)}", flush=True)
-            self._meet_after(name)
-        gc.collect()
         torch.cuda.empty_cache()
-        if self.rank == 0:
-            print(f"    {name}: {perf_counter() - began:.1f} s", flush=True)
-            self._save()
 
-    def _save(self) -> None:
-        hardware = f"{torch.cuda.device_count()}x {torch.cuda.get_device_name()}"
-        content = report(self.command, self.rows, hardware=hardware, more=self.more)
-        content["commit"] = self.commit or content["commit"]
-        content["faults"] = self.faults
-        write(self.out, content)
-
-    def _meet_after(self, name: str) -> None:
-        """End the group unless all ranks have failed."""
+    def fail(self, name: str, error: Exception) -> None:
+        """As Bench.fail; ends the group unless all ranks have failed."""
+        print(f"rank {self.rank}:", flush=True)
+        super().fail(name, error)
         try:
             self.group.gathered(self.group.world, torch.zeros(1), f"fault in {name}", FAULT_WAIT_S)
-        except MoetError as error:
-            print(f"rank {self.rank}: {error}", flush=True)
+        except MoetError as late:
+            print(f"rank {self.rank}: {late}", flush=True)
+
+    def hardware(self) -> str:
+        return f"{torch.cuda.device_count()}x {torch.cuda.get_device_name()}"
+
+    def write(self) -> None:
+        if self.rank == 0:
+            super().write()
 
 
 def digest_of(values: Tensor) -> bytes:
@@ -236,7 +216,7 @@ def terms(rank: int, num_rows: int, width: int) -> Tensor:
     return torch.randn(num_rows, width, device="cuda", generator=generator)
 
 
-def links(bench: Bench, group: Group, device: Device) -> None:
+def links(bench: RankBench, group: Group, device: Device) -> None:
     """What messages of a decode step take each way, and whether they bring what they should."""
     size, rank = group.size, group.tensor_rank
     for name, ways in (("peer memory", ("peer",)), ("host memory", ("host",)), ("NCCL", ())):
@@ -265,17 +245,13 @@ def links(bench: Bench, group: Group, device: Device) -> None:
 
 
 def rig_of(made: DummyModel, device: Device, suite: Suite, watch: Callable[[], None]) -> DeviceRig:
-    queue = CudaQueue(device.torch_device, watch)
     torch.cuda.synchronize()
-    placement = Placement(queue, CudaGraphs(queue), device.error, device.arch)
-    rig = DeviceRig(
-        made.model,  # type: ignore[arg-type]
-        made.experts,
-        placement,
+    rig = rig_on(
+        placement_on(device, CudaQueue(device.torch_device, watch)),
+        made,
         num_seqs=max((case.streams for case in suite.cases), default=1),
         num_rows=1 + suite.drafts,
         longest=max(suite.prompt, *(case.context for case in suite.cases)) + suite.drafts,
-        others=CONTEXT + suite.drafts,
         num_drafts=suite.drafts,
     )
     rig.fill()
@@ -283,7 +259,12 @@ def rig_of(made: DummyModel, device: Device, suite: Suite, watch: Callable[[], N
 
 
 def steps(
-    bench: Bench, device: Device, group: Group | None, suite: Suite, num_steps: int, way: str = ""
+    bench: RankBench,
+    device: Device,
+    group: Group | None,
+    suite: Suite,
+    num_steps: int,
+    way: str = "",
 ) -> None:
     """A suite on this rank alone (group None) or on all of a group. way: how sums travel."""
     shard = WHOLE if group is None else group.shard
@@ -320,7 +301,7 @@ def steps(
     take_way(made.model, group.comm, {})
 
 
-def time_prompt(bench: Bench, rig: DeviceRig, suite: Suite, label: str) -> None:
+def time_prompt(bench: RankBench, rig: DeviceRig, suite: Suite, label: str) -> None:
     """A prompt of one sequence and, of a suite of prompts alone, the kernels that take it."""
     first_s = rig.time_prompt(suite.prompt, 8192)
     taken_s = median(rig.time_prompt(suite.prompt, 8192) for _ in range(3))
@@ -340,7 +321,7 @@ def time_prompt(bench: Bench, rig: DeviceRig, suite: Suite, label: str) -> None:
         bench.add(f"{label}, prompt, {name}", kernel.time_us / 1e3, "ms", note=note)
 
 
-def tell_step(bench: Bench, rig: DeviceRig, label: str) -> None:
+def tell_step(bench: RankBench, rig: DeviceRig, label: str) -> None:
     """The timeline of a step of rank 0; the others take part."""
     shape = Shape(num_seqs=1, num_rows=1, context=CONTEXT)
     rig.time_steps(shape, 3)
@@ -351,7 +332,7 @@ def tell_step(bench: Bench, rig: DeviceRig, label: str) -> None:
 
 
 def time_case(
-    bench: Bench, rig: DeviceRig, case: Case, num_steps: int, label: str, *, targets: bool
+    bench: RankBench, rig: DeviceRig, case: Case, num_steps: int, label: str, *, targets: bool
 ) -> None:
     shape = Shape(num_seqs=case.streams, num_rows=case.rows, context=case.context)
     found = rig.time_steps(shape, num_steps, num_to_draft=NUM_DRAFTS if case.drafts else -1)
@@ -363,7 +344,7 @@ def time_case(
 
 
 def capacity(
-    bench: Bench, raw: dict[str, Any], device: Device, shard: Shard, suite: Suite, label: str
+    bench: RankBench, raw: dict[str, Any], device: Device, shard: Shard, suite: Suite, label: str
 ) -> None:
     """How much of what weights and steps leave the planner gives to KV pages."""
     model = footprint(raw, kv_dtype=suite.kv_dtype, num_spec_tokens=suite.drafts)
@@ -383,7 +364,7 @@ def capacity(
 
 
 def agreement(
-    bench: Bench, rig: DeviceRig, made: DummyModel, group: Group | None, label: str
+    bench: RankBench, rig: DeviceRig, made: DummyModel, group: Group | None, label: str
 ) -> None:
     """Whether ranks, and two runs, have the same logits and tokens, bit for bit."""
     kv, found = rig.kv.tensors, []
@@ -423,8 +404,17 @@ def be_rank(args: argparse.Namespace) -> int:
     words = [w for w in sys.argv[1:] if not w.startswith(("--rank=", "--port="))]
     command = " ".join(["python -m bench.multi_gpu", *words])
     group = join(args, "tensor", ParallelConfig(tensor=args.ranks, hang_timeout_s=BEAT_S))
-    bench = Bench(args.rank, args.out, command, args.commit, more, group, args.no_prompts,
-                  args.ways, args.timeline)  # fmt: skip
+    bench = RankBench(
+        args.out,
+        command,
+        args.commit,
+        more,
+        rank=args.rank,
+        group=group,
+        no_prompts=args.no_prompts,
+        ways=args.ways,
+        timeline=args.timeline,
+    )
     parts = args.parts.split(",")
     suites: dict[str, Suite] = {
         "small": v4(SMALL_LAYERS, two=True),
@@ -435,23 +425,23 @@ def be_rank(args: argparse.Namespace) -> int:
     }
     for name in parts:
         if name == "links":
-            bench.part(name, lambda: links(bench, group, device))
+            bench.run(name, lambda: links(bench, group, device))
         elif name == "one":
             if args.rank == 0:
                 suite = v4(args.layers, two=False)
-                bench.part(name, partial(steps, bench, device, None, suite, args.steps))
-            bench.part("waiting for one rank", lambda: group.meet("one rank's part"))
+                bench.run(name, partial(steps, bench, device, None, suite, args.steps))
+            bench.run("waiting for one rank", lambda: group.meet("one rank's part"))
         elif name == "stages":
             config = ParallelConfig(pipeline=args.ranks, hang_timeout_s=BEAT_S)
             stages = bench.group = join(args, "stages", config)
             connect(stages, device)
             suite = v4(args.layers, two=False)
-            bench.part(name, partial(steps, bench, device, stages, suite, args.steps))
+            bench.run(name, partial(steps, bench, device, stages, suite, args.steps))
         else:
             if not isinstance(group.comm, DeviceComm) or group.comm.peers is None:
                 connect(group, device)
-            bench.part(name, partial(steps, bench, device, group, suites[name], args.steps))
-    bench.part("the end", lambda: group.meet("the end"))
+            bench.run(name, partial(steps, bench, device, group, suites[name], args.steps))
+    bench.run("the end", lambda: group.meet("the end"))
     return 1 if bench.faults else 0
 
 

@@ -28,7 +28,9 @@ from torch import Tensor
 from bench.glm_ways import WAYS, take_way, tell_timeline
 from bench.gpu import check_parts, open_gpu
 from bench.lone_rank import lone_rank
-from bench.step_h200 import GIB, Bench, op_rows, prompt_rows
+from bench.rigs import CONTEXT, placement_on, rig_on
+from bench.step_h200 import GIB, op_rows, prompt_rows
+from bench.suite import Bench
 from bench.timeline import timeline
 from moet.bench.device_rig import DeviceRig
 from moet.bench.device_step import OpRecorder, profile_kernels
@@ -43,14 +45,12 @@ from moet.models.dummy import DummyOptions
 from moet.models.glm_moe_dsa_config import GlmMoeDsaConfig
 from moet.models.sharding import WHOLE, Shard
 from moet.models.synthetic_glm import MODEL_NAME
-from moet.runtime.device_runner import Placement
 from moet.runtime.dummy import DummyModel, dummy_model, preset_config
-from moet.runtime.queues import CudaGraphs, CudaQueue
 
 RESULTS = Path(__file__).parent / "results" / "step_glm.json"
 PARTS = ("exact", "variants", "decode", "timeline", "ops", "prompts", "chunk", "long")
 PROMPT = 8192
-CONTEXT, LONG = 1024, 262_144
+LONG = 262_144
 DECODE = ((1, 1), (1, 3), (8, 1), (32, 1))
 EXACT_TOKENS = 2600  # more than are selected, so that the last rows choose
 
@@ -207,16 +207,8 @@ def timeline_rows(bench: Bench, rig: DeviceRig, what: str, num_rows: int = 1) ->
 
 def rig_of(made: DummyModel, device: Device, *, num_seqs: int, longest: int) -> DeviceRig:
     """State and prompts of some sequences, of which the first may be long."""
-    queue = CudaQueue()
-    rig = DeviceRig(
-        made.model,  # type: ignore[arg-type]
-        made.experts,
-        Placement(queue, CudaGraphs(queue), device.error, device.arch),
-        num_seqs=num_seqs,
-        num_rows=max(rows for _, rows in DECODE),
-        longest=longest,
-        others=CONTEXT,
-    )
+    num_rows = max(rows for _, rows in DECODE)
+    rig = rig_on(placement_on(device), made, num_seqs=num_seqs, num_rows=num_rows, longest=longest)
     rig.fill()
     return rig
 

@@ -15,10 +15,8 @@ import argparse
 import gc
 import logging
 import sys
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
@@ -27,26 +25,23 @@ from time import perf_counter
 import torch
 
 from bench.gpu import check_parts, open_gpu
+from bench.loop import StepLog, open_loop, random_ids
+from bench.rigs import CONTEXT, placement_on, rig_on
+from bench.suite import Bench
 from moet.bench.device_rig import DeviceRig, StepTimes
 from moet.bench.device_step import OpRecorder, profile_kernels, read_rate, time_ops
-from moet.bench.results import Row, report, write
 from moet.bench.rig import Shape
-from moet.config import CacheConfig, ModelSettings, SchedulerConfig
+from moet.config import ModelSettings
 from moet.kernels.device_gemm import Device
 from moet.kernels.registry import watching
 from moet.models.dummy import DummyOptions
 from moet.models.synthetic import MODEL_NAME
-from moet.runtime.batch import Batch, StepResult
-from moet.runtime.core import EngineCore
-from moet.runtime.device_runner import Placement
 from moet.runtime.device_sampler import Kind
 from moet.runtime.dummy import DummyModel, dummy_model, preset_config
 from moet.runtime.queues import CudaGraphs, CudaQueue, uncaptured
-from moet.types import Request, SamplingParams, TokenEvent
 
 RESULTS = Path(__file__).parent / "results" / "step.json"
 GIB = 1 << 30
-CONTEXT = 1024
 SKEW, SEED = 0.5, 0
 NUM_DRAFTS = 2
 # streams, rows of each: floor and target in ms.
@@ -68,64 +63,6 @@ QUICK = ("decode", "drafts", "prompts", "ops", "engine")
 BESIDE_TOKENS = 100_000
 BESIDE_ROWS, BESIDE_SHARE = 4096, 0.37  # of a pass; what it may take of the user's rate
 SAME_TOKENS = 400  # of the user, that must be those it has alone
-
-
-@dataclass
-class Bench:
-    """What was found so far, and where it goes."""
-
-    out: Path
-    command: str
-    commit: str
-    more: dict[str, object]
-    rows: list[Row] = field(default_factory=list)
-    faults: dict[str, str] = field(default_factory=dict)
-
-    def add(
-        self,
-        case: str,
-        value: float,
-        unit: str,
-        *,
-        better: str = "lower",
-        floor: float | None = None,
-        target: float | None = None,
-        note: str = "",
-    ) -> None:
-        assert better in ("lower", "higher")
-        row = Row(
-            case=case,
-            value=round(value, 4),
-            unit=unit,
-            better="lower" if better == "lower" else "higher",
-            floor=floor,
-            target=target,
-            note=note,
-        )
-        self.rows.append(row)
-        goal = "" if target is None else f"  target {target:g}"
-        print(f"{case:<58} {value:>12.4f} {unit:<9}{goal}  {note}", flush=True)
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """A part that may fail without the others."""
-        began_s = perf_counter()
-        print(f"--- {name}", flush=True)
-        try:
-            yield
-        except Exception as error:
-            self.faults[name] = f"{type(error).__name__}: {error}"
-            print(f"FAILED {name}\n{traceback.format_exc(limit=-6)}", flush=True)
-        print(f"    {name}: {perf_counter() - began_s:.1f} s", flush=True)
-        gc.collect()
-        self.write()
-
-    def write(self) -> None:
-        hardware = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
-        content = report(self.command, self.rows, hardware=hardware, more=self.more)
-        content["commit"] = self.commit or content["commit"]
-        content["faults"] = self.faults
-        write(self.out, content)
 
 
 Found = dict[tuple[int, int], StepTimes]
@@ -230,87 +167,6 @@ def op_rows(
     recorder.calls.clear()
 
 
-class Loop:
-    """An engine core at work on the same weights."""
-
-    def __init__(self, made: DummyModel, placement: Placement, **scheduler: object) -> None:
-        model = made.model
-        page_bytes = model.kv_cache_spec().bytes_per_page
-        self.core = EngineCore(
-            model,
-            made.experts,
-            cache=CacheConfig(
-                budget_bytes=800 * page_bytes,
-                host_budget_bytes=4 * page_bytes,
-                snapshot_budget_bytes=1,
-                prefix_cache="off",
-            ),
-            scheduler=SchedulerConfig(**scheduler),  # type: ignore[arg-type]
-            precision="w2",
-            vocab_size=model.vocab_size,
-            seed=0,
-            placement=placement,
-        )
-
-        self.told: dict[str, list[int]] = {}
-
-    def submit(self, name: str, ids: list[int], max_tokens: int) -> None:
-        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens)
-        self.core.submit(Request(request_id=name, prompt_token_ids=ids, params=params))
-        self.told[name] = []
-
-    def step(self) -> list[TokenEvent]:
-        events = self.core.step()
-        for event in events:
-            if event.error:
-                raise RuntimeError(event.error)
-            self.told[event.request_id] += event.token_ids
-        return events
-
-    def until(self, over: Callable[[], bool]) -> None:
-        while not over():
-            self.step()
-
-    def tokens(self, name: str, ids: list[int], max_tokens: int) -> list[int]:
-        """What a request that is alone is told."""
-        self.submit(name, ids, max_tokens)
-        self.until(lambda: len(self.told[name]) == max_tokens)
-        self.until(lambda: not self.core.has_work)
-        return self.told[name]
-
-    def token_times(self, name: str, until: Callable[[list[TokenEvent]], bool]) -> list[float]:
-        """Moments of one request's tokens, from now on until an event says stop."""
-        times: list[float] = []
-        while True:
-            events = self.step()
-            times += [perf_counter() for event in events if event.request_id == name]
-            if until(events):
-                return times
-
-    def ended(self, name: str) -> Callable[[list[TokenEvent]], bool]:
-        return lambda events: any(e.request_id == name and e.finish_reason for e in events)
-
-
-def random_ids(count: int) -> list[int]:
-    ids: list[int] = torch.randint(1000, 60_000, (count,)).tolist()
-    return ids
-
-
-def open_loop(
-    made: DummyModel, device: Device, num_drafts: int, *, num_rows: int = 2048, share: float = 0.4
-) -> Loop:
-    queue = CudaQueue()
-    return Loop(
-        made,
-        Placement(queue, CudaGraphs(queue), device.error, device.arch),
-        max_num_seqs=1 if num_drafts else 2,
-        max_num_batched_tokens=num_rows,
-        prefill_share=share,
-        num_spec_tokens=num_drafts,
-        adaptive_spec=False,
-    )
-
-
 def engine_rows(bench: Bench, made: DummyModel, device: Device) -> None:
     """The engine's loop with one stream."""
     for num_drafts in (NUM_DRAFTS, 0):
@@ -367,40 +223,6 @@ def beside_rows(bench: Bench, made: DummyModel, device: Device, num_prompt: int)
         same = loop.told["long"] == alone and loop.told["user"][:SAME_TOKENS] == user_alone
         bench.add(f"{case}, tokens as alone", float(same), "", better="higher", target=1)
         loop.core.abort("user")
-
-
-class StepLog:
-    """What the steps of a core took on the device, by what they carried."""
-
-    def __init__(self, core: EngineCore) -> None:
-        self.seen: list[tuple[int, int, int, float]] = []  # decoding, parts, rows of prompts, s
-        commit = core._scheduler.commit
-
-        def logged(batch: Batch, result: StepResult) -> list[TokenEvent]:
-            num_rows = batch.num_prefill_tokens
-            self.seen.append((batch.num_decoding, batch.num_parts, num_rows, result.device_s))
-            return commit(batch, result)
-
-        core._scheduler.commit = logged  # type: ignore[method-assign]
-
-    def clear(self) -> None:
-        self.seen.clear()
-
-    def told(self, taken_s: float) -> str:
-        """Where the time of a prompt went, in words."""
-        plain = [1e3 * s for _, parts, _, s in self.seen if not parts]
-        passing = [(parts, 1e3 * s) for _, parts, _, s in self.seen if parts]
-        rows = [rows for _, _, rows, _ in self.seen if rows]
-        device_s = sum(s for *_, s in self.seen)
-        if not plain or not passing or not rows:
-            return f"steps {self.seen[:4]}"
-        extra = sum(ms for _, ms in passing) - len(passing) * median(plain)
-        return (
-            f"{len(self.seen)} steps, {device_s:.2f} of {taken_s:.2f} s on the device; "
-            f"{len(plain)} of {median(plain):.2f} ms carry none of it, {len(passing)} of "
-            f"{median(ms for _, ms in passing):.2f} ms {mean(n for n, _ in passing):.1f} layers of "
-            f"{max(rows)} rows, {extra / max(1, sum(n for n, _ in passing)):.2f} ms each"
-        )
 
 
 # Rows of a step up to which its experts are two launches, and up to which they are four.
@@ -472,18 +294,17 @@ def rig_rows(
     args: argparse.Namespace,
 ) -> None:
     """The parts that need no engine."""
-    queue, parts, steps = CudaQueue(), args.parts, args.steps
-    capture = uncaptured if args.eager else CudaGraphs(queue)
+    parts, steps, placement = args.parts, args.steps, placement_on(device)
+    if args.eager:
+        placement = replace(placement, capture=uncaptured)
     rig = None
     with bench.part("state and prompts of 32 sequences"):
-        rig = DeviceRig(
-            made.model,  # type: ignore[arg-type]
-            made.experts,
-            Placement(queue, capture, device.error, device.arch),
+        rig = rig_on(
+            placement,
+            made,
             num_seqs=max(streams for streams, _ in DECODE),
             num_rows=max(rows for _, rows in DECODE),
             longest=max(LONG) if {"long", "longest"} & set(parts) else max(PROMPTS),
-            others=CONTEXT,
             num_drafts=NUM_DRAFTS,
         )
         rig.fill()

@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 
-from bench.experts import timeline
 from bench.gpu import open_gpu
 from bench.gpu_model import decode_rows, state
+from bench.rigs import CONTEXT, placement_on, rig_on
+from bench.timeline import middle
 from moet.bench.device_rig import DeviceRig
 from moet.bench.device_step import profile_kernels
 from moet.bench.rig import Shape
@@ -32,13 +33,11 @@ from moet.models.deepseek_v4 import DeepseekV4
 from moet.models.deepseek_v4_attention import RopeTables
 from moet.models.dummy import DummyOptions
 from moet.models.synthetic import MODEL_NAME
-from moet.runtime.device_runner import Placement
 from moet.runtime.dummy import dummy_model, preset_config
-from moet.runtime.queues import CudaGraphs, CudaQueue
 
 SHAPES = ((1, 1), (1, 3), (8, 1))
 NUM_SEQS = max(seqs for seqs, _ in SHAPES)
-CONTEXT, FAR = 1024, 131072
+FAR = 131072
 Change = Callable[[DeepseekV4], None]
 
 
@@ -192,16 +191,7 @@ def main() -> None:
             entry: dict[str, Any] = {}
             pairs = zip(bits(model, made.experts), wanted, strict=True)
             entry["same bits"] = all(torch.equal(a, b) for a, b in pairs)
-            queue = CudaQueue()
-            rig = DeviceRig(
-                model,
-                made.experts,
-                Placement(queue, CudaGraphs(queue), device.error, device.arch),
-                num_seqs=NUM_SEQS,
-                num_rows=3,
-                longest=FAR,
-                others=CONTEXT,
-            )
+            rig = rig_on(placement_on(device), made, num_seqs=NUM_SEQS, num_rows=3, longest=FAR)
             rig.fill()
             torch.cuda.synchronize()
             states = state_of(rig)
@@ -221,9 +211,9 @@ def main() -> None:
                     case.setdefault(key, tensor.clone())
                 entry[f"{what} left otherwise"] = differences(states, case)
             if name == "plain":
-                entry["timeline far"] = timeline(partial(rig.replay, far))
+                entry["timeline far"] = middle(partial(rig.replay, far))
             replay = partial(rig.replay, Shape(num_seqs=1, num_rows=1, context=CONTEXT))
-            entry["timeline"] = timeline(replay)
+            entry["timeline"] = middle(replay)
             if name in ("plain", "placed apart"):
                 kernels = profile_kernels(replay)
                 entry["launches"] = sum(kernel.num_launches for kernel in kernels)

@@ -31,7 +31,7 @@ def timeline(work: Callable[[], object]) -> list[Moment]:
 
     Calls must launch alike. Kernels of other streams count where they end last.
     """
-    calls = [_spans(work) for _ in range(NUM_TIMES + 1)][1:]  # the first begins late
+    calls = [moments(_spans(work)) for _ in range(NUM_TIMES + 1)][1:]  # the first begins late
     shortest = min(map(len, calls))
     named = [moments for moments in calls if len(moments) == shortest]
     return [
@@ -40,9 +40,18 @@ def timeline(work: Callable[[], object]) -> list[Moment]:
     ]
 
 
-def _spans(work: Callable[[], object]) -> list[Moment]:
+def middle(work: Callable[[], object], count: int = 48) -> list[str]:
+    """Kernels in the middle of a call: when each began, how long it took, what it was."""
+    spans = sorted(_spans(work), key=lambda span: span[1])
+    some = spans[len(spans) // 2 :][:count]
+    return [f"{t - some[0][1]:8.1f} us {us:7.1f} us {name[:60]}" for name, t, us in some]
+
+
+def _spans(work: Callable[[], object]) -> list[tuple[str, float, float]]:
+    """Name, start and duration in microseconds of each kernel and copy of a call."""
     from torch.profiler import ProfilerActivity, profile
 
+    torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         work()
         torch.cuda.synchronize()
@@ -50,15 +59,15 @@ def _spans(work: Callable[[], object]) -> list[Moment]:
         path = Path(folder) / "trace.json"
         profiled.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    return moments([
+    return [
         (str(event["name"]), float(event["ts"]), float(event["dur"]))
         for event in events
         if event.get("ph") == "X" and event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
-    ])  # fmt: skip
+    ]
 
 
 def moments(spans: list[tuple[str, float, float]]) -> list[Moment]:
-    """spans: name, start and duration in microseconds."""
+    """spans: as _spans makes them."""
     found: list[Moment] = []
     until = min((start for _, start, _ in spans), default=0.0)
     for name, start, duration in sorted(spans, key=lambda span: span[1] + span[2]):
