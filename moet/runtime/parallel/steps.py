@@ -1,7 +1,7 @@
 """Batches as bytes, for ranks that carry out what rank 0 has scheduled, and digests of results.
 
-Plain values only: whatever arrives, nothing but batches comes out. A sequence travels whole when it
-is admitted, and by its request's id afterwards.
+Plain values only: whatever arrives, nothing but batches comes out. A sequence travels when it is
+admitted, without what only rank 0 asks of it, and is named by its arrival otherwise.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from moet.runtime.batch import Admit, Batch, Command, Release, Row, StepResult
 from moet.runtime.sampler import Proposal
 from moet.runtime.sequence import Sequence, Status
-from moet.types import Request, SamplingParams
+from moet.types import Request
 
 _KINDS: Mapping[str, Any] = {
     kind.__name__: kind for kind in (Batch, Row, Proposal, *get_args(Command))
@@ -31,24 +31,19 @@ class StepWriter:
     of one does not say whether that sequence is finished or will come back."""
 
     def __init__(self) -> None:
-        self._owners = _Owners()
+        self._placed: dict[int, Sequence] = {}  # by slot
+        self._away: dict[int, Sequence] = {}  # that had a slot and may come back, by arrival
 
     def write(self, batch: Batch) -> bytes:
         """A batch, and who has finished. Grammars stay behind: rows bring masks made of them."""
-        self._owners.follow(batch.commands)
-        return msgspec.msgpack.encode([_plain(batch), self._owners.take_finished()])
+        self._follow(batch.commands)
+        finished = [n for n, seq in self._away.items() if seq.status is Status.FINISHED]
+        for arrival in finished:
+            del self._away[arrival]
+        return msgspec.msgpack.encode([_plain(batch), finished])
 
-
-class _Owners:
-    """Sequences that have a slot, and those that had one and may come back, by their arrival."""
-
-    def __init__(self) -> None:
-        self._placed: dict[int, Sequence] = {}  # by slot
-        self._away: dict[int, Sequence] = {}
-
-    def follow(self, commands: Iterable[Command]) -> list[Sequence]:
-        """Take note of who leaves a slot and who gets one, in order; returns who left."""
-        left = []
+    def _follow(self, commands: Iterable[Command]) -> None:
+        """Take note of who leaves a slot and who gets one, in order."""
         for command in commands:
             match command:
                 case Admit(seq, slot):
@@ -57,20 +52,6 @@ class _Owners:
                 case Release(slot) if slot in self._placed:
                     seq = self._placed.pop(slot)
                     self._away[seq.arrival] = seq
-                    left.append(seq)
-        return left
-
-    def take_finished(self) -> list[int]:
-        """The arrivals of those without a slot that have finished; they are forgotten."""
-        finished = [n for n, seq in self._away.items() if seq.status is Status.FINISHED]
-        for arrival in finished:
-            del self._away[arrival]
-        return finished
-
-    def finish(self, arrivals: Iterable[int]) -> None:
-        """Those that another rank has taken are finished."""
-        for arrival in arrivals:
-            self._away.pop(arrival).status = Status.FINISHED
 
 
 def _plain(value: Any) -> Any:
@@ -83,9 +64,15 @@ def _plain(value: Any) -> Any:
             data = value.contiguous().cpu()
             return {"t": [str(data.dtype), list(data.shape), data.numpy().tobytes()]}
         case Sequence():
-            return {"s": [value.request.request_id, value.num_spec_tokens]}
+            return {"s": value.arrival}
         case Admit(seq, slot, num_tokens):
-            request = msgspec.structs.replace(seq.request, grammar=None)
+            asked = seq.request
+            request = Request(
+                request_id="",  # texts may be of any kind, and ranks need none of them
+                prompt_token_ids=asked.prompt_token_ids,
+                params=asked.params,
+                eos_token_ids=asked.eos_token_ids,
+            )
             output = seq.token_ids[seq.prompt_len : num_tokens]
             numbers = [seq.arrival, seq.seed, seq.num_spec_tokens]
             body = [msgspec.msgpack.encode(request), output, *numbers]
@@ -98,11 +85,12 @@ def _plain(value: Any) -> Any:
 
 
 class StepReader:
-    """Makes batches of bytes, with sequences that live as long as they have a slot."""
+    """Makes batches of bytes. A sequence is the same object from its first Admit until it has
+    finished, so that what befalls it here stays with it, as it does on rank 0."""
 
     def __init__(self) -> None:
-        self._sequences: dict[str, Sequence] = {}
-        self._owners = _Owners()
+        self._sequences: dict[int, Sequence] = {}  # by arrival
+        self._passing: dict[int, Sequence] = {}  # of a divided pass, whose rows may outlive them
         self._requests = msgspec.msgpack.Decoder(Request)
 
     def read(self, data: bytes) -> Batch:
@@ -110,11 +98,12 @@ class StepReader:
         plain, finished = msgspec.msgpack.decode(data)
         batch = self._made(plain)
         assert isinstance(batch, Batch)
-        for seq in self._owners.follow(batch.commands):
-            request_id = seq.request.request_id
-            if self._sequences.get(request_id) is seq:  # not one that came back in this batch
-                del self._sequences[request_id]
-        self._owners.finish(finished)
+        if batch.begins:
+            self._passing = {row.seq.arrival: row.seq for row in batch.begins}
+        if batch.ends_pass:
+            self._passing = {}
+        for arrival in finished:
+            self._sequences.pop(arrival).status = Status.FINISHED
         return batch
 
     def _made(self, value: Any) -> Any:
@@ -129,7 +118,7 @@ class StepReader:
                 flat = torch.frombuffer(bytearray(data), dtype=_DTYPES[dtype])
                 return flat.view(shape)
             case "s":
-                return self._sequence(*body)
+                return self._sequences.get(body) or self._passing[body]
             case "a":
                 return self._admitted(*body)
         name, made = body
@@ -138,34 +127,25 @@ class StepReader:
             values["proposals"] = tuple(values["proposals"])
         return _KINDS[name](**values)
 
-    def _sequence(self, request_id: str, num_spec_tokens: int) -> Sequence:
-        """One that is known, or a place for the fault of a command that comes before Admit."""
-        seq = self._sequences.get(request_id)
-        if seq is None:
-            nothing = Request(request_id=request_id, prompt_token_ids=[], params=SamplingParams())
-            seq = _sequence(nothing, [], 0, 0)
-        seq.num_spec_tokens = num_spec_tokens
-        return seq
-
     def _admitted(self, body: list[Any], slot: int, num_tokens: int) -> Admit:
         packed, output, arrival, seed, num_spec_tokens = body
         request = self._requests.decode(packed)
-        seq = _sequence(request, output, arrival, seed)
-        seq.num_spec_tokens = num_spec_tokens
-        self._sequences[request.request_id] = seq
+        token_ids = [*request.prompt_token_ids, *output]
+        seq = self._sequences.get(arrival)
+        if seq is None:
+            seq = Sequence(
+                request=request,
+                arrival=arrival,
+                seed=seed,
+                max_len=0,
+                root=b"",
+                stop_ids=frozenset(),
+                token_ids=token_ids,
+                num_spec_tokens=num_spec_tokens,
+            )
+            self._sequences[arrival] = seq
+        seq.token_ids = token_ids
         return Admit(seq, slot, num_tokens)
-
-
-def _sequence(request: Request, output: list[int], arrival: int, seed: int) -> Sequence:
-    return Sequence(
-        request=request,
-        arrival=arrival,
-        seed=seed,
-        max_len=0,
-        root=b"",
-        stop_ids=frozenset(),
-        token_ids=[*request.prompt_token_ids, *output],
-    )
 
 
 def digest(result: StepResult) -> bytes:
