@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Ordered
+from dataclasses import replace
 
 from torch import Tensor
+from torch.nn.functional import pad
 
-from moet.runtime.batch import Admit, Command, Release
+from moet.runtime.batch import Admit, Command, Release, Row
 from moet.runtime.sampler import Proposal
 from moet.runtime.sequence import Sequence, Status
 
@@ -42,6 +44,18 @@ class DrawnDrafts:
         for n, proposal in enumerate(proposals):
             if proposal.probs is not None:
                 self.probs[slot, n] = proposal.probs[: self.probs.shape[-1]]
+
+    def told(self, row: Row, vocab_size: int) -> Row:
+        """The row for someone who judges drafts by their proposals: those that steps have drawn
+        have their distributions, over vocab_size tokens."""
+        if row.num_drafts == 0 or row.seq.request.params.temperature == 0:
+            return row
+        probs = pad(self.probs[row.slot], (0, vocab_size - self.probs.shape[-1]))
+        known = [
+            Proposal(one.token_id, probs[n] if one.probs is None else one.probs)
+            for n, one in enumerate(row.proposals)
+        ]
+        return replace(row, proposals=tuple(known))
 
 
 def _draws(seq: Sequence) -> bool:

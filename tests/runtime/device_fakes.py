@@ -15,6 +15,7 @@ from moet.kernels.rows import Rows
 from moet.models.base import ForwardInput, KVTensors, ModelOutput
 from moet.runtime.core import EngineCore
 from moet.runtime.device_runner import Placement
+from moet.runtime.experts.precision import PrecisionSet
 from moet.runtime.queues import CpuQueue, Moment, Work
 from tests.fakes import FakeModel, NoExperts
 
@@ -143,13 +144,14 @@ class _LoggedMoment:
 
 def placed_core(
     model: StepFakeModel,
-    placement: Placement,
+    placement: Placement | None,
     *,
     num_pages: int = 256,
     kind: type[EngineCore] = EngineCore,
+    precisions: PrecisionSet | None = None,
     **scheduler: Any,
 ) -> EngineCore:
-    """A core around a model on a stand-in device. kind: its class."""
+    """A core around a model on a stand-in device; None: on none. kind: its class."""
     spec = model.kv_cache_spec()
     return kind(
         model,
@@ -171,4 +173,5 @@ def placed_core(
         vocab_size=model.vocab_size,
         seed=0,
         placement=placement,
+        precisions=precisions,
     )

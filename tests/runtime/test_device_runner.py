@@ -97,6 +97,21 @@ def test_drafts_are_those_of_the_plain_runner(
     core.check()
 
 
+def test_drafts_of_a_chunk_are_judged_by_who_reads_logits() -> None:
+    """Prompts go through chunks; the gate's rows do not, and need what drafts were drawn from."""
+    requests = [one for one in REQUESTS if one.params.temperature > 0]
+    options: dict[str, Any] = {"num_spec_tokens": 2, "draft_rate": 0.6, "page_size": 6}
+
+    def gated(placement: Placement | None) -> EngineCore:
+        providers = {"w2": NoExperts(), "fp4": NoExperts()}
+        precisions = PrecisionSet("gate", providers, tau=0.055)
+        return placed_core(StepFakeModel(**options), placement, precisions=precisions)
+
+    core = gated(Placement(CpuQueue(), uncaptured))
+    assert facts(core, requests) == facts(gated(None), requests)
+    assert core.stats().num_accepted_tokens > 0
+
+
 class Moving:
     """Experts of a server whose rows move when they are tuned."""
 
