@@ -117,6 +117,7 @@ def read_tool_choice(raw: object, tools: list[Tool]) -> tuple[ToolChoice, bool]:
 
 def _user(content: object, where: str) -> Iterator[Message]:
     texts: list[str] = []
+    has_result = False
     for at, block in _blocks(content, where):
         if block.get("type") != "tool_result":
             texts += _text_of_block(block, at)
@@ -125,7 +126,8 @@ def _user(content: object, where: str) -> Iterator[Message]:
             yield Message("user", "\n\n".join(texts))
             texts = []
         yield _tool_result(block, at)
-    if texts or content in ("", []):
+        has_result = True
+    if texts or not has_result:  # a turn is one even where all of it is empty or left out
         yield Message("user", "\n\n".join(texts))
 
 

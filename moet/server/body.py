@@ -13,6 +13,7 @@ from starlette.requests import Request
 
 from moet.errors import RequestError
 from moet.server.errors import HttpError
+from moet.server.nesting import MAX_DEPTH, is_too_deep
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,8 @@ def parse_json(body: bytes) -> dict[str, Any]:
         raise _why_not_json(body, error) from None
     if not isinstance(data, dict):
         raise RequestError(f"the body is a JSON {_json_type(data)}; it must be an object")
+    if is_too_deep(data):
+        raise RequestError(f"the body nests deeper than {MAX_DEPTH} levels; send flatter JSON")
     return data
 
 

@@ -161,7 +161,11 @@ def read_input(raw: object) -> list[Message]:
         if not isinstance(item, dict):
             raise RequestError(f"{where} is {show(item)}; it must be an object", param=where)
         conversation.add(item, where)
-    return conversation.messages()
+    messages = conversation.messages()
+    if not messages:
+        message = "input has no message, no call and no output of one; send at least one"
+        raise RequestError(message, param="input")
+    return messages
 
 
 class _Conversation:
@@ -176,7 +180,7 @@ class _Conversation:
 
     def add(self, item: Mapping[str, Any], where: str) -> None:
         """Take the next item."""
-        match item.get("type", "message"):
+        match item.get("type") or "message":
             case "message":
                 self._message(item, where)
             case "reasoning":

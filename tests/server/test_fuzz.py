@@ -136,7 +136,7 @@ def test_ten_thousand_wrong_items_are_answered_soon_and_briefly(path: str, item:
 
 def test_deep_nesting_is_no_fault() -> None:
     deep = "[" * 5000 + "]" * 5000
-    with serving() as api:
+    with serving(max_model_len=1 << 20) as api:
         for field in ("messages", "tools", "response_format", "x"):
             body = f'{{"prompt": "x", "{field}": {deep}}}'
             response = api.request(
@@ -147,3 +147,15 @@ def test_deep_nesting_is_no_fault() -> None:
             )
             assert response.status_code == 400
             assert len(response.content) < MAX_ERROR_BYTES
+        nested: object = "x"
+        for _ in range(400):  # what a parser takes, and whatever reads it again need not
+            nested = {"properties": {"a": nested}}
+        schema = {"type": "function", "function": {"name": "f", "parameters": nested}}
+        call = {"id": "c", "function": {"name": "f", "arguments": nested}}
+        as_text = {"id": "c", "function": {"name": "f", "arguments": "[" * 100_000}}
+        for status, body in (
+            (400, {"messages": [{"role": "user", "content": "x"}], "tools": [schema]}),
+            (400, {"messages": [{"role": "assistant", "tool_calls": [call]}]}),
+            (200, {"messages": [{"role": "assistant", "tool_calls": [as_text]}], "max_tokens": 1}),
+        ):
+            assert api.post("/v1/chat/completions", body).status_code == status

@@ -342,6 +342,9 @@ def test_tools_and_blocks_of_anthropics_servers_are_left_out() -> None:
         assert response.status_code == 200, response.text
         assert "web_search" not in prompt_of(api.core)
         assert '"ls"' in prompt_of(api.core)
+        for nothing in ({"type": "container_upload", "file_id": "f"}, {"type": "text", "text": ""}):
+            asked = [{"role": "user", "content": [nothing]}]
+            assert api.post(PATH, {**HI, "messages": asked}).status_code == 200
 
 
 def test_an_answer_that_was_begun_is_continued() -> None:

@@ -438,6 +438,7 @@ def test_what_was_asked_is_echoed_and_storing_is_never_promised() -> None:
         ({"input": None}, "input"),
         ({"input": []}, "input"),
         ({"input": [5]}, "input[0]"),
+        ({"input": [{"type": "web_search_call", "id": "w"}]}, "input"),
         ({"input": [{"role": "wizard", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
          "input[0].content[0]"),
@@ -460,7 +461,7 @@ def test_what_was_asked_is_echoed_and_storing_is_never_promised() -> None:
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": -1}, "temperature"),
     ],
-    ids=map(str, range(32)),
+    ids=map(str, range(33)),
 )  # fmt: skip
 def test_wrong_fields_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
     with serving(saying("a")) as api:

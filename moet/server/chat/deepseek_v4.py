@@ -18,6 +18,7 @@ from typing import Any, Literal
 from moet.errors import RequestError
 from moet.runtime.tokenizer import Span, Tokenizer
 from moet.server.chat.encoding import ChatOptions, EncodedPrompt
+from moet.server.chat.grammar import parse_json
 from moet.server.chat.messages import Message, Tool, ToolCall
 
 Ladder = Literal["preview", "0731"]
@@ -345,15 +346,8 @@ def _arguments(call: ToolCall) -> dict[str, Any]:
     """The arguments by name; whatever is no JSON object becomes one string, so nothing is lost."""
     if not call.arguments.strip():
         return {}
-    try:
-        value = json.loads(call.arguments, parse_constant=_refuse_constant)
-    except ValueError:
-        value = None
+    value = parse_json(call.arguments)[1]
     return value if isinstance(value, dict) else {"arguments": call.arguments}
-
-
-def _refuse_constant(name: str) -> object:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _dumps(value: object) -> str:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from moet.errors import RequestError
 from moet.runtime.tokenizer import Span, Tokenizer
 from moet.server.chat.encoding import ChatOptions, EncodedPrompt
+from moet.server.chat.grammar import parse_json
 from moet.server.chat.messages import Message, Tool, ToolCall
 from moet.server.chat.template import ChatTemplate, Shield
 
@@ -250,10 +251,7 @@ def _arguments(call: ToolCall, where: str) -> dict[str, Any]:
     """The arguments by name. Raises RequestError if they are no JSON object."""
     if not call.arguments.strip():
         return {}
-    try:
-        value = json.loads(call.arguments)
-    except ValueError:
-        value = None
+    value = parse_json(call.arguments)[1]
     if not isinstance(value, dict):
         text = (
             f"the arguments of {call.name} are {call.arguments!r:.60}; they must be a JSON object"

@@ -41,9 +41,9 @@ _MAX_DIGITS = 4000  # beyond it Python refuses to read an integer
 
 def schema_types(schema: Schema) -> frozenset[str]:
     """The JSON types that a schema allows, from type, enum, const and combinations; or none."""
-    types: set[str] = set()
     stated = schema.get("type")
-    types.update([stated] if isinstance(stated, str) else stated or ())
+    named = stated if isinstance(stated, list) else [stated]
+    types = {name for name in named if isinstance(name, str)}
     members = schema.get("enum")
     if isinstance(members, list) and not stated:
         types.update(_type_of(member) for member in members)

@@ -8,6 +8,7 @@ looks like them by the ids of the tokens.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from moet.runtime.detokenizer import Piece
 from moet.runtime.tokenizer import Tokenizer
+from moet.server.nesting import is_too_deep
 
 TagKind = Literal[
     "think",
@@ -178,15 +180,39 @@ _ATTRIBUTE = re.compile(r'(\w+)\s*=\s*"([^"]*)"')
 
 
 def parse_json(text: str) -> tuple[bool, Any]:
-    """(True, value) if the text is strict JSON, else (False, None)."""
+    """(True, value) if the text is JSON whose value can be written again, else (False, None).
+
+    So numbers are finite, strings are whole characters, and nothing nests too deep.
+    """
     try:
-        return True, json.loads(text, parse_constant=_refuse_constant)
+        value = json.loads(text, parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError):
         return False, None
+    if is_too_deep(value) or (_HALF_CHARACTER.search(text) and not _is_unicode(value)):
+        return False, None
+    return True, value
 
 
-def _refuse_constant(name: str) -> object:
+def _refuse(name: str) -> object:
     raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text:.40} is beyond what a number can be")
+    return value
+
+
+_HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def _is_unicode(value: object) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def json_string(text: str) -> str:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
 from moet.errors import RequestError
+
+logger = logging.getLogger(__name__)
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "latest_reminder"]
 ToolChoiceKind = Literal["auto", "none", "required", "named"]
@@ -71,12 +74,16 @@ def parse_messages(raw: object) -> list[Message]:
 
 
 def parse_tools(raw: object) -> list[Tool]:
-    """The request's `tools`, wrapped ({"type": "function", "function": {...}}) or flat."""
+    """The request's `tools`, wrapped ({"type": "function", "function": {...}}) or flat.
+
+    Tools that are no functions are left out with a notice in the log.
+    """
     if raw is None:
         return []
     if not isinstance(raw, list):
         raise RequestError("tools must be a list", param="tools")
-    return [_tool(entry, f"tools[{i}]") for i, entry in enumerate(raw)]
+    tools = [_tool(entry, f"tools[{i}]") for i, entry in enumerate(raw)]
+    return [tool for tool in tools if tool is not None]
 
 
 def parse_tool_choice(raw: object, tools: list[Tool]) -> ToolChoice:
@@ -157,11 +164,16 @@ def _tool_calls(raw: object, where: str) -> tuple[ToolCall, ...]:
     return tuple(calls)
 
 
-def _tool(raw: object, where: str) -> Tool:
-    if not isinstance(raw, dict) or raw.get("type", "function") != "function":
-        kind = raw.get("type") if isinstance(raw, dict) else raw
-        message = f"{where} is of type {show(kind)}; this server knows function tools"
-        raise RequestError(message, param=where)
+def _tool(raw: object, where: str) -> Tool | None:
+    if not isinstance(raw, dict):
+        raise RequestError(f"{where} is {show(raw)}; it must be an object", param=where)
+    kind = raw.get("type", "function")
+    if not isinstance(kind, str):
+        message = f"{where}.type is {show(kind)}; it must be a string"
+        raise RequestError(message, param=f"{where}.type")
+    if kind != "function":
+        logger.info("skipping a tool of type %.60r: this endpoint knows functions", kind)
+        return None
     function = raw.get("function", raw)
     if not isinstance(function, dict):
         raise RequestError(f"{where}.function must be an object", param=f"{where}.function")

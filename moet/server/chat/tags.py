@@ -114,7 +114,8 @@ class Parameters:
         properties = self._schema.get("properties")
         self._properties: Mapping[str, Any] = properties if isinstance(properties, dict) else {}
         required = self._schema.get("required")
-        self._required = set(required) if isinstance(required, list) else set()
+        names = required if isinstance(required, list) else ()
+        self._required = {name for name in names if isinstance(name, str)}
 
     def __iter__(self) -> Iterator[tuple[str, Schema, bool]]:
         """(name, schema, required), in the order of the schema."""

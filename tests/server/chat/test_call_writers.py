@@ -230,6 +230,19 @@ def test_text_may_have_calls_in_it(model: str) -> None:
     assert not the.spells(one, [*good, *good])
 
 
+@MODELS
+def test_a_schema_that_is_none_does_no_harm(model: str) -> None:
+    the = rig(model)
+    odd = {"type": 3, "enum": 5, "anyOf": "x"}, {"type": ["string", {}], "required": [[]]}
+    for schema in odd:
+        tool = Tool("f", None, {**schema, "properties": {"a": schema}})
+        the.writer.calls([tool], only_one=False)
+        [(_, arguments)] = the.parse(
+            the.written([ToolCall("1", "f", '{"a": "x"}')]), [tool]
+        ).arguments
+        assert arguments == {"a": "x"}
+
+
 def test_types_are_seen_through_references() -> None:
     definitions = {"a": {"$ref": "#/$defs/b"}, "b": {"type": "integer"}, "c": {"$ref": "#/$defs/c"}}
     assert value_types({"$ref": "#/$defs/a", "$defs": definitions}) == {"integer"}

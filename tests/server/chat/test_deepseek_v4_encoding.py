@@ -239,7 +239,14 @@ def test_an_unknown_task_is_refused():
         render([])
 
 
-@pytest.mark.parametrize("arguments", ["not json", "[1]", '"x"', "NaN", '{"a": NaN}'])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "not json", "[1]", '"x"', "NaN", '{"a": NaN}', '{"a": 1e999}', '{"a": "\\ud83d"}',
+        '{"a":' + "[" * 200 + "]" * 200 + "}", "[" * 100_000,
+    ],
+    ids=map(str, range(9)),
+)  # fmt: skip
 def test_arguments_that_are_no_object_are_wrapped(arguments):
     text = render([user("u"), assistant("", "", ToolCall("1", "ls", arguments))], **CHAT).text
     wrapped = f'<｜DSML｜parameter name="arguments" string="true">{arguments}</｜DSML｜parameter>'

@@ -129,7 +129,7 @@ def test_tools_wrapped_and_flat():
     function = {"name": "f", "description": "d", "parameters": {"type": "object"}, "strict": True}
     expected = [Tool("f", "d", {"type": "object"}, strict=True)]
     assert parse_tools([{"type": "function", "function": function}]) == expected
-    assert parse_tools([{"type": "function", **function}]) == expected
+    assert parse_tools([{"type": "web_search"}, {"type": "function", **function}]) == expected
     assert parse_tools(None) == parse_tools([]) == []
 
 
@@ -138,7 +138,7 @@ def test_tools_wrapped_and_flat():
     [
         {},
         ["x"],
-        [{"type": "web_search"}],
+        [{"type": 5}],
         [{"type": "function", "function": "f"}],
         [{"type": "function", "function": {}}],
         [{"type": "function", "function": {"name": ""}}],
