@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from moet.errors import RequestError
@@ -42,10 +44,25 @@ class LeadingCore(EngineCore):
 
     def step(self) -> list[TokenEvent]:
         """As EngineCore.step. Raises GroupError when the group has ended."""
-        try:
+        with self._or_end():
             self._group.monitor.require_sound()
             return super().step()
+
+    def check(self) -> None:
+        """As EngineCore.check."""
+        with self._or_end():
+            super().check()
+
+    @contextmanager
+    def _or_end(self) -> Iterator[None]:
+        """Whatever ends this core ends the other ranks, which would wait for it for ever."""
+        try:
+            yield
         except GroupError:
+            self._ranks.kill()
+            raise
+        except Exception as error:
+            self._group.monitor.fail(f"{self._group.name} failed: {told(error)}")
             self._ranks.kill()
             raise
 
@@ -77,13 +94,15 @@ class LeadingCore(EngineCore):
     def shutdown(self) -> None:
         """End the other ranks, too."""
         group = self._group
-        if group.monitor.failure is None:
-            super().shutdown()
-            group.announce(STOP)
-            group.settle()
-            self._ranks.join()
-        group.close()
-        self._ranks.kill()
+        try:
+            if group.monitor.failure is None:
+                super().shutdown()
+                group.announce(STOP)
+                group.settle()
+                self._ranks.join()
+        finally:
+            group.close()
+            self._ranks.kill()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +132,23 @@ def compared(group: Group, step: int, result: StepResult) -> StepResult:
 
 
 def follow(group: Group, core: EngineCore) -> None:
-    """Carry out what rank 0 announces until it says stop. Raises GroupError if the group ends.
+    """Carry out what rank 0 announces until it says stop. Raises GroupError if the group ends, as
+    it does with whatever goes wrong here."""
+    try:
+        _carry_out(group, core)
+    except GroupError:
+        raise
+    except Exception as error:
+        logger.exception("%s cannot go on", group.name)
+        reason = f"{group.name} failed in step {group.step}: {told(error)}"
+        raise GroupError(group.monitor.fail(reason)) from error
+    logger.info("%s stops, as rank 0 said", group.name)
+    group.close()
+    core.shutdown()
 
-    Results are read when one more batch is under way, as rank 0 does.
-    """
+
+def _carry_out(group: Group, core: EngineCore) -> None:
+    """Results are read when one more batch is under way, as rank 0 does."""
     reader, launched = StepReader(), deque[Launched]()
     while True:
         data = group.heard()
@@ -133,6 +165,8 @@ def follow(group: Group, core: EngineCore) -> None:
     for each in launched:
         each.result()
     group.settle()
-    logger.info("%s stops, as rank 0 said", group.name)
-    group.close()
-    core.shutdown()
+
+
+def told(error: Exception) -> str:
+    """An error in a line."""
+    return f"{type(error).__name__}: {error}"

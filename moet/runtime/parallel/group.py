@@ -310,7 +310,7 @@ class Group:
             lost = self.lost()
             if lost is not None:
                 reason = f"{lost}; {self.name} was in: step {self.step}, {what}"
-                raise GroupError(self.monitor.fail(reason)) from error
+                raise GroupError(self.monitor.mourn(reason)) from error
             self.monitor.require_sound()
             sleep(0.05)
         reason = (

@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 BEAT_S = 0.5
 JOIN_S = 2.0  # for an exchange with the store that is under way
+TELL_S = 1.0  # for a reason to reach the store, before whoever gives it may end its process
 
 
 class GroupError(EngineDeadError):
@@ -68,12 +69,23 @@ class Monitor:
     def fail(self, reason: str) -> str:
         """End the group. Returns its reason, which is an earlier one if there was one."""
         with self._lock:
-            if self.failure is None:
-                self.failure = reason
-                logger.error("the group ends: %s", reason)
-                threading.Thread(target=self._publish, args=(reason,), daemon=True).start()
-                self._end()
-            return self.failure
+            if self.failure is not None:
+                return self.failure
+            self.failure = reason
+            logger.error("the group ends: %s", reason)
+            telling = threading.Thread(target=self._publish, args=(reason,), daemon=True)
+            telling.start()
+            self._end()
+        telling.join(TELL_S)
+        return reason
+
+    def mourn(self, reason: str) -> str:
+        """End the group since a rank is gone, which may have told why; returns what counts."""
+        try:
+            told = self._told()
+        except RuntimeError:
+            told = ""
+        return self._heed(told) if told else self.fail(reason)
 
     def at_end(self, end: Callable[[], None]) -> None:
         """Call this, from a thread of its own, once the group has failed."""
@@ -95,6 +107,17 @@ class Monitor:
         """What every other rank last said it was doing."""
         texts = self._read()
         return "; ".join(f"{self._name(o)}: {t}" for o, t in zip(self._others, texts, strict=True))
+
+    def _told(self) -> str:
+        """The reason that another rank has given, if one has."""
+        return self._store.get("failure").decode() if self._store.check(["failure"]) else ""
+
+    def _heed(self, told: str) -> str:
+        with self._lock:
+            if self.failure is None:
+                self.failure = told
+                self._end()
+            return self.failure
 
     def _end(self) -> None:
         for end in self._ends:
@@ -126,7 +149,7 @@ class Monitor:
             try:
                 self._beat()
                 texts = self._pulses()
-                told = self._store.get("failure").decode() if self._store.check(["failure"]) else ""
+                told = self._told()
             except RuntimeError as error:
                 if not self._closed.is_set():
                     self.fail(
@@ -134,10 +157,7 @@ class Monitor:
                     )
                 return
             if told:
-                with self._lock:
-                    if self.failure is None:
-                        self.failure = told
-                        self._end()
+                self._heed(told)
                 return
             now = monotonic()
             slept, last = now - last > self._timeout_s / 2, now

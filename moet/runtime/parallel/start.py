@@ -63,7 +63,7 @@ def load_leading_core(config: EngineConfig, progress: Progress) -> EngineCore:
     try:
         group = Group.join(place, config.parallel, claims(source), listener)
         group.lost = ranks.lost
-        ranks.watch(group.monitor.fail)
+        ranks.watch(group.monitor.mourn)
         core = source.core(group, progress, LeadingCore)
         assert isinstance(core, LeadingCore)
         core.lead(group, ranks)
@@ -95,6 +95,9 @@ def run_rank(config: EngineConfig, place: Place, local_rank: int) -> int:
         follow(group, core)
     except MoetError as error:
         logger.error("%s", error)
+        return 1
+    except Exception:
+        logger.exception("rank %d cannot go on", place.rank)
         return 1
     return 0
 
