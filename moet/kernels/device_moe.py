@@ -5,7 +5,7 @@ Few rows stream the weights, many share tiles; both give a row the same bits. Kn
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -61,6 +61,36 @@ def pool_of(table: ExpertTable) -> ExpertPool:
     return ExpertPool(table.format, table.rows, table.bases)
 
 
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """What the op got: rows, and the weights of a layer. As in `moe_layer.moe`."""
+
+    x: Activations
+    token_ids: Tensor
+    positions: Tensor
+    router: RouterWeights
+    table: ExpertTable
+    shared: SharedWeights
+    limit: float | None
+    weigh_output: bool
+
+    @property
+    def device(self) -> Device:
+        return device_of(self.router)
+
+    def route(self) -> tuple[Tensor, Tensor]:
+        return route(self.x, self.token_ids, self.positions, self.router)
+
+    def inner(self, weights: Tensor) -> Tensor | None:
+        """The weights, if they weigh what goes into the down projections."""
+        return None if self.weigh_output else weights
+
+    def coded(self) -> _Layer:
+        """The same with the codes of few rows made."""
+        x = Activations(self.x.values, *stream_experts.coded(self.device.launcher, self.x))
+        return replace(self, x=x)
+
+
 def moe(
     x: Tensor | Activations,
     token_ids: Tensor,
@@ -74,81 +104,79 @@ def moe(
     on_read: bool = False,
 ) -> Tensor | Mixture:
     x = as_activations(x)
+    layer = _Layer(x, token_ids, positions, router, table, shared, limit, weigh_output)
     if isinstance(table, SplitTable):
-        return _split(x, token_ids, positions, router, table, shared, limit, weigh_output)
-    device, pool = device_of(router), pool_of(table)
-    expert = shared.packed
+        return _split(layer, table)
+    device, pool, expert = layer.device, pool_of(table), shared.packed
     if (
         expert is not None
         and x.num_rows <= device.paired_rows
         and paired_experts.fits(device.launcher, pool, expert)
     ):
-        few = _few(x, token_ids, positions, router, table, pool, expert, limit, weigh_output)
+        few = _few(layer, pool, expert)
         readable = x.num_rows <= device_streams.MIXED_ROWS and router.top_k <= MAX_CHOICES
         return few if on_read and readable else few.add()
-    few_enough = x.num_rows <= device_gemm.STREAM_ROWS
-    if few_enough:
-        x = Activations(x.values, *stream_experts.coded(device.launcher, x))
-        if device.beside is not None and expert is not None and type(table) is ExpertTable:
-            return _beside(
-                x, token_ids, positions, router, table, pool, shared, limit, weigh_output
-            )
-    expert_ids, weights = route(x, token_ids, positions, router)
+    if x.num_rows > device_gemm.STREAM_ROWS:
+        return _many(layer, pool)
+    layer = layer.coded()
+    if device.beside is not None and expert is not None and type(table) is ExpertTable:
+        return _beside(layer, pool)
+    return _some(layer, pool)
+
+
+def _many(layer: _Layer, pool: ExpertPool) -> Tensor:
+    """For rows enough to share tiles."""
+    device, table = layer.device, layer.table
+    expert_ids, weights = layer.route()
     table.prepare(expert_ids)  # what has to come does so while the shared expert runs
-    if not few_enough:
-        dense = _shared(x, shared, device, limit)
-        table.join()
-        return prefill_gemm.mixture(
-            device.launcher,
-            pool,
-            x.plain(),
-            expert_ids,
-            weights,
-            table.slot_of,
-            limit=limit,
-            error=device.error,
-            weigh_output=weigh_output,
-            shared=dense,
-            dtype=torch.bfloat16,
-        )
+    dense = _shared(layer, device)
+    table.join()
+    return prefill_gemm.mixture(
+        device.launcher,
+        pool,
+        layer.x.plain(),
+        expert_ids,
+        weights,
+        table.slot_of,
+        limit=layer.limit,
+        error=device.error,
+        weigh_output=layer.weigh_output,
+        shared=dense,
+        dtype=torch.bfloat16,
+    )
+
+
+def _some(layer: _Layer, pool: ExpertPool) -> Tensor:
+    """For some rows with codes: the shared expert, then the routed ones."""
+    device, table = layer.device, layer.table
+    expert_ids, weights = layer.route()
+    table.prepare(expert_ids)
     resident = type(table) is ExpertTable  # then where rows are is known, and their reading may
     work = None  # begin while the shared expert ends
     if resident:
         work = _plan(expert_ids, pool, table.slot_of, device)
-    dense = _shared(x, shared, device, limit)
+    dense = _shared(layer, device)
     table.join()
     if work is None:
         work = _plan(expert_ids, pool, table.slot_of, device)
-    inner, outer = (None, weights) if weigh_output else (weights, None)
-    parts = _routed(x, pool, work, device, router.top_k, inner, limit, early=resident)
-    return _sum(parts, device, router.top_k, outer, dense)
+    parts = _routed(layer, pool, work, weights, early=resident)
+    return _sum(layer, parts, weights, dense)
 
 
-def _beside(
-    x: Activations,
-    token_ids: Tensor,
-    positions: Tensor,
-    router: RouterWeights,
-    table: ExpertTable,
-    pool: ExpertPool,
-    shared: SharedWeights,
-    limit: float | None,
-    weigh_output: bool,
-) -> Tensor:
-    """For some rows with codes, where all experts are there: the shared one on a stream of its own.
+def _beside(layer: _Layer, pool: ExpertPool) -> Tensor:
+    """As _some where all experts are there: the shared one on a stream of its own.
 
     It runs beside the choice, and what is left of it beside the routed ones.
     """
-    device = device_of(router)
+    device = layer.device
     assert device.beside is not None
     with device.beside.forked():
-        dense = _shared(x, shared, replace(device, counters=device.beside.counters), limit)
-    expert_ids, weights = route(x, token_ids, positions, router)
-    work = _plan(expert_ids, pool, table.slot_of, device)
-    inner, outer = (None, weights) if weigh_output else (weights, None)
-    parts = _routed(x, pool, work, device, router.top_k, inner, limit, early=False)
+        dense = _shared(layer, replace(device, counters=device.beside.counters))
+    expert_ids, weights = layer.route()
+    work = _plan(expert_ids, pool, layer.table.slot_of, device)
+    parts = _routed(layer, pool, work, weights, early=False)
     device.beside.join()
-    return _sum(parts, device, router.top_k, outer, dense)
+    return _sum(layer, parts, weights, dense)
 
 
 def _plan(expert_ids: Tensor, pool: ExpertPool, slot_of: Tensor, device: Device) -> Work:
@@ -157,18 +185,9 @@ def _plan(expert_ids: Tensor, pool: ExpertPool, slot_of: Tensor, device: Device)
     return stream_experts.plan(device.launcher, expert_ids, slot_of, error=device.error, rows=rows)
 
 
-def _routed(
-    x: Activations,
-    pool: ExpertPool,
-    work: Work,
-    device: Device,
-    top_k: int,
-    pair_weight: Tensor | None,
-    limit: float | None,
-    *,
-    early: bool,
-) -> Tensor:
+def _routed(layer: _Layer, pool: ExpertPool, work: Work, weights: Tensor, *, early: bool) -> Tensor:
     """The routed experts' outputs [T * top_k, D] bf16. early: of gate and up, as in `gate_up`."""
+    device, x = layer.device, layer.x
     assert x.codes is not None
     assert x.scale is not None
     hidden = pool.gate_up(
@@ -176,20 +195,23 @@ def _routed(
         x.codes,
         x.scale,
         work,
-        top_k=top_k,
-        pair_weight=pair_weight,
-        limit=limit,
+        top_k=layer.router.top_k,
+        pair_weight=layer.inner(weights),
+        limit=layer.limit,
         error=device.error,
         early=early,
     )
     return pool.down(device.launcher, hidden, work, error=device.error, early=True)
 
 
-def _sum(
-    parts: Tensor, device: Device, top_k: int, weights: Tensor | None, shared: Tensor
-) -> Tensor:
+def _sum(layer: _Layer, parts: Tensor, weights: Tensor, shared: Tensor) -> Tensor:
     return stream_experts.combine(
-        device.launcher, parts, top_k=top_k, weights=weights, shared=shared, dtype=torch.bfloat16
+        layer.device.launcher,
+        parts,
+        top_k=layer.router.top_k,
+        weights=weights if layer.weigh_output else None,
+        shared=shared,
+        dtype=torch.bfloat16,
     )
 
 
@@ -201,8 +223,12 @@ def _gated(gate_up: Tensor, limit: float | None) -> Tensor:
     return triton_swiglu.swiglu_halves(gate_up, limit=limit)
 
 
-def _shared(x: Activations, shared: SharedWeights, device: Device, limit: float | None) -> Tensor:
-    """The shared expert alone. x: few rows with codes, many with values. Returns [T, D] bf16."""
+def _shared(layer: _Layer, device: Device) -> Tensor:
+    """The shared expert alone, of few rows with codes or many with values. Returns [T, D] bf16.
+
+    device: the layer's, maybe with counters of its own.
+    """
+    x, shared, limit = layer.x, layer.shared, layer.limit
     expert = shared.packed
     if expert is None:
         gate_up, down = shared.gate_up, shared.down
@@ -228,55 +254,37 @@ def _shared(x: Activations, shared: SharedWeights, device: Device, limit: float 
     )
 
 
-def _split(
-    x: Activations,
-    token_ids: Tensor,
-    positions: Tensor,
-    router: RouterWeights,
-    table: SplitTable,
-    shared: SharedWeights,
-    limit: float | None,
-    weigh_output: bool,
-) -> Tensor:
+def _split(layer: _Layer, table: SplitTable) -> Tensor:
     """With experts of two tables: both make parts of all choices, and each choice has that of its
     own table."""
-    device = device_of(router)
-    expert_ids, weights = route(x, token_ids, positions, router)
+    expert_ids, weights = layer.route()
     table.prepare(expert_ids)
-    if x.num_rows <= device_gemm.STREAM_ROWS:
-        x = Activations(x.values, *stream_experts.coded(device.launcher, x))
-    dense = _shared(x, shared, device, limit)
+    if layer.x.num_rows <= device_gemm.STREAM_ROWS:
+        layer = layer.coded()
+    dense = _shared(layer, layer.device)
     table.join()
-    inner, outer = (None, weights) if weigh_output else (weights, None)
     cold, hot = (
-        _parts(x, expert_ids, pool_of(of), slot_of, inner, limit, device)
+        _parts(layer, pool_of(of), expert_ids, weights, slot_of)
         for of, slot_of in zip(table.parts(), table.places(), strict=True)
     )
-    return stream_experts.combine(
-        device.launcher,
-        torch.where(table.is_hot(expert_ids).view(-1, 1), hot, cold),
-        top_k=router.top_k,
-        weights=outer,
-        shared=dense,
-        dtype=torch.bfloat16,
-    )
+    parts = torch.where(table.is_hot(expert_ids).view(-1, 1), hot, cold)
+    return _sum(layer, parts, weights, dense)
 
 
 def _parts(
-    x: Activations,
-    expert_ids: Tensor,
-    pool: ExpertPool,
-    slot_of: Tensor,
-    pair_weight: Tensor | None,
-    limit: float | None,
-    device: Device,
+    layer: _Layer, pool: ExpertPool, expert_ids: Tensor, weights: Tensor, slot_of: Tensor
 ) -> Tensor:
-    """[T * top_k, D] bf16: what each choice's expert gives. x: few rows with codes, or values."""
-    launcher, error, top_k = device.launcher, device.error, expert_ids.shape[1]
+    """[T * top_k, D] bf16: what each choice's expert gives."""
+    device, x, limit = layer.device, layer.x, layer.limit
+    launcher, error, top_k = device.launcher, device.error, layer.router.top_k
+    pair_weight = layer.inner(weights)
     if x.codes is not None and x.scale is not None and x.num_rows <= device_gemm.STREAM_ROWS:
         work = _plan(expert_ids, pool, slot_of, device)
         hidden = pool.gate_up(
-            *(launcher, x.codes, x.scale, work),
+            launcher,
+            x.codes,
+            x.scale,
+            work,
             top_k=top_k,
             pair_weight=pair_weight,
             limit=limit,
@@ -293,19 +301,9 @@ def _parts(
     return prefill_gemm.down(launcher, pool, tiles, work, error=error)
 
 
-def _few(
-    x: Activations,
-    token_ids: Tensor,
-    positions: Tensor,
-    router: RouterWeights,
-    table: ExpertTable,
-    pool: ExpertPool,
-    shared: SharedExpert,
-    limit: float | None,
-    weigh_output: bool,
-) -> Mixture:
+def _few(layer: _Layer, pool: ExpertPool, shared: SharedExpert) -> Mixture:
     """For few rows: in four launches, the shared expert beside the choice and the routed ones."""
-    device = device_of(router)
+    device, x, router, table = layer.device, layer.x, layer.router, layer.table
     assert isinstance(router.weight, PackedMatrix)
     stored = router.weight.stored
     codes, scale = stream_experts.coded(device.launcher, x)
@@ -324,11 +322,11 @@ def _few(
         ),
         table.slot_of,
         shared,
-        limit=limit,
+        limit=layer.limit,
         error=device.error,
         workspace=Workspace(partial, device.counters),
-        token_ids=None if router.table is None else token_ids,
-        positions=positions,
+        token_ids=None if router.table is None else layer.token_ids,
+        positions=layer.positions,
     )
     choice = begun.choice
     table.prepare(
@@ -343,7 +341,7 @@ def _few(
         begun,
         pool,
         shared,
-        limit=limit,
+        limit=layer.limit,
         error=device.error,
-        weigh_output=weigh_output,
+        weigh_output=layer.weigh_output,
     )
