@@ -85,9 +85,11 @@ class ProcessHost(Host):
 
     def _join(self, timeout_s: float) -> None:
         if self._process.pid is not None:
-            self._process.join(timeout_s)
+            if self.state != "loading":  # it hears nothing before, and has nothing to lose
+                self._process.join(timeout_s)
+                if self._process.is_alive():
+                    logger.warning("the engine process %s did not end; killing it", self.pid)
             if self._process.is_alive():
-                logger.warning("the engine process %s did not end; killing it", self.pid)
                 self._process.kill()
                 self._process.join()
             if self._thread is not threading.current_thread():
