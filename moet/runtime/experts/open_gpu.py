@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from time import perf_counter
 
 import torch
@@ -53,42 +55,25 @@ def open_cached(
     memory is not to be had, CheckpointError if the pack has no such tier or no row bases, and
     ExpertReadError.
     """
-    experts = pack.experts
+    started, num_experts = perf_counter(), pack.experts.num_experts
     form, files = row_files(pack, tier, shard)
-    started = perf_counter()
-    file_rows = [
-        experts.row(layer_idx, e) for layer_idx in layers for e in range(experts.num_experts)
-    ]
+    rows = _Rows.ranked(pack, layers, heat, sizes)
     bases = row_bases(pack, tier, layers, shard)
-    on_gpu = gpu.torch_device.type == "cuda"
-    number = {row: n for n, row in enumerate(file_rows)}
-    hot = [number[row] for row in heat if row in number]
-    ranked = list(dict.fromkeys([*hot, *range(len(file_rows))]))
-    static, rest = ranked[: sizes.num_static], ranked[sizes.num_static :]
-    in_arena = sorted(rest[: sizes.num_places])
+    pin = gpu.torch_device.type == "cuda"
     beside = near(gpu.torch_device)  # readers are the first to write the arena's pages
     file = files(num_readers=START_READERS, direct=False, begin=partial(stay_on, beside))
     try:
         arena = Arena(
-            len(in_arena),
+            len(rows.in_arena),
             form.row_bytes,
-            pin=on_gpu,
-            fill=lambda first, chunk: read_rows(
-                file, [file_rows[n] for n in in_arena[first : first + len(chunk)]], chunk
-            ),
+            pin=pin,
+            fill=partial(rows.read_into_arena, file),
             progress=progress,
-            least=least_places(experts.num_experts) if disk else None,
+            least=least_places(num_experts) if disk else None,
         )
-        in_arena = in_arena[: arena.num_places]
-        host = _host_side(
-            partial(files, num_readers=num_readers),
-            experts.num_experts,
-            arena,
-            in_arena,
-            file_rows,
-            all_in_memory=len(static) + len(in_arena) == len(file_rows),
-            pin=on_gpu,
-        )
+        rows = replace(rows, in_arena=rows.in_arena[: arena.num_places])
+        opens = partial(files, num_readers=num_readers)
+        host = _host_side(opens, num_experts, arena, rows, pin=pin)
         cached = CachedExperts(
             gpu.launcher,
             form,
@@ -99,29 +84,67 @@ def open_cached(
             error=gpu.error,
             timeout_s=read_timeout_s,
         )
-        _fill(cached, file, static, [file_rows[n] for n in static])
+        _fill(cached, file, rows.static, [rows.in_file[n] for n in rows.static])
     finally:
         file.close()
-    warm = [n for n in hot if n not in set(static)]
-    place = {row: index for index, row in enumerate(in_arena)}
-    warm = [n for n in warm if n in place][: sizes.num_slots - sizes.num_static]
-    cached.fill(warm, [arena.place(place[n]) for n in warm])
-    if on_gpu:
+    warm = rows.warm(sizes.num_slots - sizes.num_static)
+    cached.fill(list(warm), [arena.place(place) for place in warm.values()])
+    if pin:
         torch.cuda.synchronize(gpu.torch_device)
     if host.feeder is not None:
         host.feeder.start()
-    seconds = perf_counter() - started
     logger.info(
         "experts %s: %d slots (%d static), %d in host memory, of %d rows; %.2f GiB in %.1f s",
         tier,
         sizes.num_slots,
-        len(static),
-        len(in_arena),
-        len(file_rows),
-        len(in_arena) * form.row_bytes / GIB,
-        seconds,
+        len(rows.static),
+        len(rows.in_arena),
+        len(rows.in_file),
+        len(rows.in_arena) * form.row_bytes / GIB,
+        perf_counter() - started,
     )
     return cached
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Where the rows of some layers begin, by their numbers among those.
+
+    in_file: the pack's number of each. hot: those to begin with, best first. static: those that
+    stay on the GPU. in_arena: those in host memory, by place.
+    """
+
+    in_file: Sequence[int]
+    hot: Sequence[int]
+    static: Sequence[int]
+    in_arena: Sequence[int]
+
+    @classmethod
+    def ranked(
+        cls, pack: Pack, layers: Sequence[int], heat: Sequence[int], sizes: TierSizes
+    ) -> _Rows:
+        """The hottest rows static, those behind them in the arena."""
+        experts = pack.experts
+        in_file = [experts.row(layer, e) for layer in layers for e in range(experts.num_experts)]
+        number = {row: n for n, row in enumerate(in_file)}
+        hot = [number[row] for row in heat if row in number]
+        ranked = list(dict.fromkeys([*hot, *range(len(in_file))]))
+        static, rest = ranked[: sizes.num_static], ranked[sizes.num_static :]
+        return cls(in_file, hot, static, sorted(rest[: sizes.num_places]))
+
+    @property
+    def all_in_memory(self) -> bool:
+        return len(self.static) + len(self.in_arena) == len(self.in_file)
+
+    def read_into_arena(self, file: RowFile, first: int, chunk: Tensor) -> None:
+        """The rows of the arena's places from `first` on. chunk: [places, row_bytes] uint8."""
+        some = self.in_arena[first : first + len(chunk)]
+        read_rows(file, [self.in_file[n] for n in some], chunk)
+
+    def warm(self, most: int) -> dict[int, int]:
+        """The hottest rows of the arena, at most so many, and their places there."""
+        place = {row: index for index, row in enumerate(self.in_arena)}
+        return dict(islice(((row, place[row]) for row in self.hot if row in place), most))
 
 
 def row_files(pack: Pack, tier: Tier, shard: Shard) -> tuple[ExpertRows, Callable[..., RowFile]]:
@@ -167,37 +190,35 @@ def _host_side(
     opens: Callable[..., RowFile],
     num_experts: int,
     arena: Arena,
-    in_arena: Sequence[int],
-    file_rows: Sequence[int],
+    rows: _Rows,
     *,
-    all_in_memory: bool,
     pin: bool,
 ) -> HostSide:
     """What is behind the pool: the arena alone, or with a feeder that reads what is not there."""
-    if len(in_arena) == len(file_rows):
+    num_held = len(rows.in_arena)
+    if num_held == len(rows.in_file):
         return HostSide(arena=arena)
     try:
-        place_of = mapped_numbers(len(file_rows), ON_DISK, pin=pin)
-        place_of[torch.tensor(in_arena, dtype=torch.int64)] = torch.arange(
-            len(in_arena), dtype=torch.int32
-        )
-        if all_in_memory:
+        place_of = mapped_numbers(len(rows.in_file), ON_DISK, pin=pin)
+        held = torch.tensor(rows.in_arena, dtype=torch.int64)
+        place_of[held] = torch.arange(num_held, dtype=torch.int32)
+        if rows.all_in_memory:
             return HostSide(arena=arena, place_of=place_of)
         least = least_places(num_experts)
-        if len(in_arena) < least:
+        if num_held < least:
             size = least * arena.chunks[0].shape[1] / GIB
             raise ConfigError(
-                f"--host-experts holds {len(in_arena)} rows; with others on disk a GPU needs "
+                f"--host-experts holds {num_held} rows; with others on disk a GPU needs "
                 f"{least}, {size:.2f} GiB"
             )
         num_requests = max(MIN_REQUESTS, 1 << (4 * num_experts - 1).bit_length())
         requests = mapped_numbers(1 + num_requests, 0, pin=pin)
-        staged = StagedRows(opens(num_readers=START_READERS), file_rows, pin=pin)
+        staged = StagedRows(opens(num_readers=START_READERS), rows.in_file, pin=pin)
     except BaseException:
         arena.close()
         raise
     feeder = RowFeeder(
-        arena, opens(), place_of, requests, file_rows=file_rows, in_flight=num_experts
+        arena, opens(), place_of, requests, file_rows=rows.in_file, in_flight=num_experts
     )
     return HostSide(arena=arena, place_of=place_of, requests=requests, feeder=feeder, staged=staged)
 
