@@ -240,11 +240,15 @@ def test_serve_leaves_at_once_on_a_second_signal(
     children = _children(process)
     body = {"prompt": "Hello", "max_tokens": 60_000, "stream": True}
     with client.stream("POST", "/v1/completions", json=body) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()
+        next(lines)
         process.send_signal(signal.SIGINT)
         while client.get("/ready").json()["status"] != "draining":
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
+        *_, error, done = [line for line in lines if line]
+        assert "engine_dead" in error
+        assert done == "data: [DONE]"
         assert process.wait(30) == 0
     assert psutil.wait_procs(children, timeout=10)[1] == []
 

@@ -5,6 +5,7 @@ Knows nothing of processes or signals; `server.run` starts it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -91,9 +92,8 @@ def create_app(engine: Engine, config: ServerConfig) -> FastAPI:
     for method, routes in (("POST", posts), ("GET", gets)):
         for path, handler in routes.items():
             app.add_api_route(path, _guarded(handler), methods=[method], name=handler.__name__)
-    for probe in (status.health, status.ready):  # as routers and monitors ask
-        path = f"/{probe.__name__}"
-        app.add_api_route(path, _guarded(probe), methods=["HEAD"], include_in_schema=False)
+    for path, handler in gets.items():  # as routers, monitors and some agents ask
+        app.add_api_route(path, _guarded(handler), methods=["HEAD"], include_in_schema=False)
     app.openapi = lambda: openapi(app, BODIES)  # type: ignore[method-assign]
     return app
 
@@ -120,7 +120,13 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
     elif path == "/v1/embeddings":
         message, code = "this server generates text; it has no embeddings", "unknown_route"
     else:
-        message, code = f"there is no {path} here", "unknown_route"
+        message, code = f"there is no {path} here{_instead(path)}", "unknown_route"
     return error_response(
         HttpError(error.status_code, message, code=code, headers=dict(error.headers or {})), path
     )
+
+
+def _instead(path: str) -> str:
+    """What a client means whose base address has one /v1 too few or too many."""
+    meant = "/v1" + re.sub(r"^(/v1)*", "", path.rstrip("/"))
+    return f"; you may mean {meant}" if meant in BODIES or meant == "/v1/models" else ""

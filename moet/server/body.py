@@ -38,6 +38,7 @@ class BodyReader:
         Raises HttpError 413 or 415, or RequestError naming the field.
         """
         _require_json(request.headers.get("content-type", ""))
+        _require_plain(request.headers.get("content-encoding", "identity"))
         data = parse_json(await self._bytes(request))
         for name, reason in refused.items():
             if data.get(name) not in (None, False, [], {}):
@@ -72,6 +73,12 @@ def _require_json(content_type: str) -> None:
     if media != "application/json" and not media.endswith("+json"):
         said = f"content type is {media[:100]!r}" if media else "there is no content type"
         raise HttpError(415, f"{said}; send Content-Type: application/json", code="bad_media_type")
+
+
+def _require_plain(encoding: str) -> None:
+    if encoding.strip().lower() not in ("", "identity"):
+        message = f"content encoding is {encoding[:100]!r}; send the body uncompressed"
+        raise HttpError(415, message, code="bad_content_encoding")
 
 
 def parse_json(body: bytes) -> dict[str, Any]:

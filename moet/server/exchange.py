@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from moet.errors import RequestError
+from moet.errors import EngineDeadError, MoetError, RequestError
 from moet.runtime.engine import Engine, Generation
 from moet.runtime.output import Output
 from moet.server.errors import error_object
@@ -100,9 +100,14 @@ class Exchange(ABC):
             generation, self.clock, answer_id=self._name, model=self.engine.model
         )
         async with aclosing(followed):
-            async for output in followed:
-                self.usage.add(output, samples=self._samples)
-                self.clock.num_cached_tokens = self.usage.cached_tokens
-                yield output
+            try:
+                async for output in followed:
+                    self.usage.add(output, samples=self._samples)
+                    self.clock.num_cached_tokens = self.usage.cached_tokens
+                    yield output
+            except MoetError as error:
+                if self.engine.state in ("dead", "closed"):  # not this request's own failure
+                    raise EngineDeadError(str(error)) from error
+                raise
         self.operations.count(self.num_malformed)
         logger.info("finished %s request=%s: %s", self._name, self.request_id, self.usage.body())

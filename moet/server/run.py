@@ -76,7 +76,8 @@ class Service:
             ),
             self.stop,
         )
-        self._stopping = False
+        self._num_signals = 0
+        self._hurried = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def run(self) -> None:
@@ -101,15 +102,15 @@ class Service:
         await self.server.serve(sockets=[self._listener])
 
     def stop(self) -> None:
-        """Drain, then end; called a second time: end at once."""
-        if self._stopping:
-            logger.warning("second signal: leaving at once")
-            self.server.force_exit = True
-            self.server.should_exit = True
+        """Drain, then end; called a second time: end what is under way; a third: drop it."""
+        self._num_signals += 1
+        if self._num_signals > 2:
+            logger.warning("third signal: leaving without a word")
+            self._leave()
             return
-        self._stopping = True
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._start_draining)
+        first = self._num_signals == 1
+        self._loop.call_soon_threadsafe(self._start_draining if first else self._hurried.set)
 
     def _start_draining(self) -> None:
         self._draining = asyncio.ensure_future(self._drain())
@@ -119,10 +120,15 @@ class Service:
         traffic.drain()
         limit_s = self.config.shutdown_timeout_s
         logger.info("draining: no new requests, at most %.0f s for those under way", limit_s)
-        try:
-            await asyncio.wait_for(traffic.idle.wait(), limit_s)
-        except TimeoutError:
-            logger.warning("some requests did not end within --shutdown-timeout; ending them")
+        ends = [asyncio.ensure_future(event.wait()) for event in (traffic.idle, self._hurried)]
+        await asyncio.wait(ends, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        for end in ends:
+            end.cancel()
+        if not traffic.idle.is_set():
+            reason = (
+                "a second signal came" if self._hurried.is_set() else "--shutdown-timeout is up"
+            )
+            logger.warning("%s; ending the requests that are under way", reason)
             await asyncio.to_thread(self.engine.close)
         self.server.should_exit = True
 

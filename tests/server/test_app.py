@@ -87,6 +87,10 @@ def test_unknown_routes_and_methods_have_error_objects() -> None:
         assert error_of(api.get("/v1/nothing"), 404)["code"] == "unknown_route"
         assert "embeddings" in error_of(api.post("/v1/embeddings", {}), 404)["message"]
         assert error_of(api.get(COMPLETIONS), 405)["code"] == "method_not_allowed"
+        for path in ("/completions", "/v1/v1/completions"):
+            message = error_of(api.post(path, {}), 404)["message"]
+            assert message.endswith("you may mean /v1/completions")
+        assert api.request("HEAD", "/").status_code == 200
 
 
 def test_keys_are_asked_for_everywhere_but_at_the_probes() -> None:
@@ -178,6 +182,9 @@ def test_s03_a_body_without_json_type_is_a_415() -> None:
             response = api.request("POST", COMPLETIONS, content=b"{}", headers=headers)
             assert error_of(response, 415)["code"] == "bad_media_type"
         headers = {"content-type": "application/json; charset=utf-8"}
+        zipped = {**headers, "content-encoding": "gzip"}
+        response = api.request("POST", COMPLETIONS, content=b"{}", headers=zipped)
+        assert error_of(response, 415)["code"] == "bad_content_encoding"
         response = api.request("POST", COMPLETIONS, content=b'{"prompt": "p"}', headers=headers)
         assert response.status_code == 200
 
@@ -345,6 +352,7 @@ def test_a_dead_engine_is_a_503_everywhere_and_ends_streams_with_one_error() -> 
     *text, last = api.chunks(COMPLETIONS, {"prompt": "p"})
     assert "".join(chunk["choices"][0]["text"] for chunk in text) == "ab"
     assert list(last) == ["error"]
+    assert last["error"]["code"] == "engine_dead"
     assert error_of(api.get("/health"), 503)["code"] == "engine_dead"
     assert error_of(api.post(COMPLETIONS, {"prompt": "p"}), 503)["code"] == "engine_dead"
     assert api.get("/ready").json()["status"] == "dead"
