@@ -236,6 +236,24 @@ def _programs_each(num_tiles: int, dim: int) -> int:
     return min(next(fitting, 1), dim // 64)
 
 
+def _tiles(
+    entries: Cache | None, selected: Tensor | None, rows: Rows, sliding_window: int, ratio: int
+) -> int:
+    """Most tiles that a row's keys come in."""
+    most = 0
+    if entries is not None:
+        seen = rows.max_entries(ratio)
+        most = seen if selected is None else min(selected.shape[1], seen)
+    return -(-sliding_window // KEYS) - (-most // KEYS)
+
+
+def _heads_each(q: Tensor) -> int:
+    """Heads that a program attends for."""
+    most = HEADS_EACH[device_arch(q.device) if q.is_cuda else "sm90a"]
+    padded: int = triton.next_power_of_2(q.shape[1])
+    return min(most, max(16, padded))
+
+
 def _launch(
     q: Tensor,
     sink: Tensor,
@@ -253,26 +271,23 @@ def _launch(
     sliding_window: int,
     ratio: int,
 ) -> None:
+    """out: values as q, or codes if there are scales for them."""
     num_rows, num_heads, dim = q.shape
     if num_rows == 0:
         return
-    top_k = 0 if selected is None else selected.shape[1]
-    most = 0
-    if entries is not None:
-        most = rows.max_entries(ratio) if selected is None else min(top_k, rows.max_entries(ratio))
-    num_tiles = triton.cdiv(sliding_window, KEYS) + triton.cdiv(most, KEYS)
+    num_tiles = _tiles(entries, selected, rows, sliding_window, ratio)
     whole = num_rows * num_tiles > MAX_PARTS
-    most_heads = HEADS_EACH[device_arch(q.device) if q.is_cuda else "sm90a"]
-    heads = min(most_heads, max(16, triton.next_power_of_2(num_heads)))
-    parts = 0 if whole else num_rows * num_tiles * num_heads
+    heads = _heads_each(q)
     split = 1 if whole else _programs_each(num_rows * num_tiles, dim)
+    parts = 0 if whole else num_rows * num_tiles * num_heads
     part_acc = torch.empty(parts * dim, dtype=torch.float32, device=q.device)
     part_sum = torch.empty(parts * 2, dtype=torch.float32, device=q.device)
     ring, paged = fp8_form(window), fp8_form(entries or window)
+    outputs = out, sink if scales is None else scales, part_acc, part_sum
     facts = {
         "WINDOW": sliding_window,
         "RATIO": ratio if entries is not None else 0,
-        "TOP_K": top_k,
+        "TOP_K": 0 if selected is None else selected.shape[1],
         "QUANT": scales is not None,
         "HEADS": num_heads,
         "DIM": dim,
@@ -294,10 +309,7 @@ def _launch(
         rows.seq_slots,
         rows.page_rows,
         rows.page_table,
-        out,
-        sink if scales is None else scales,
-        part_acc,
-        part_sum,
+        *outputs,
         rows.page_table.stride(0),
         ring.page_bytes,
         (chunk or window).form.entries_per_page,
@@ -315,21 +327,9 @@ def _launch(
     )
     if not whole:
         each = min(HEADS_JOINED, triton.next_power_of_2(num_heads))
-        join[(num_rows, triton.cdiv(num_heads, each))](
-            sink,
-            cos,
-            sin,
-            rows.positions,
-            out,
-            sink if scales is None else scales,
-            part_acc,
-            part_sum,
-            num_tiles,
-            EACH=each,
-            AHEAD=TILES_AHEAD,
-            num_warps=4,
-            **facts,
-        )
+        grid = num_rows, triton.cdiv(num_heads, each)
+        facts |= {"EACH": each, "AHEAD": TILES_AHEAD, "num_warps": 4}
+        join[grid](sink, cos, sin, rows.positions, *outputs, num_tiles, **facts)
 
 
 def window_attention(

@@ -369,91 +369,111 @@ def _select(
     width: int,
     out: Tensor,
 ) -> None:
+    scores = torch.empty((len(q), width), dtype=torch.float32, device=q.device)
+    if width > out.shape[1]:
+        _score(q, heads, keys, where, page_table, ratio, scores, out.shape[1])
+    _choose(scores, where[0], ratio, out)
+
+
+def _score(
+    q: Tensor,
+    heads: tuple[Tensor, float],
+    keys: Cache,
+    where: tuple[Tensor, Tensor],
+    page_table: Tensor,
+    ratio: int,
+    scores: Tensor,
+    top_k: int,
+) -> None:
+    """scores: [n, width] fp32, written for the rows that see more than top_k."""
     num_rows, num_heads, dim = q.shape
-    top_k = out.shape[1]
     form = keys.form
     assert isinstance(form, Mxfp4Rows | Fp8IndexKeys)  # by the predicate
     positions, page_rows = where
     gate, gate_scale = heads
-    scores = torch.empty((num_rows, width), dtype=torch.float32, device=q.device)
-    if width > top_k:
-        what = q, gate, keys.pages, scores, positions, page_rows, page_table
-        sizes = gate.stride(0), gate_scale, page_table.stride(0), width
-        limits = form.page_bytes, ratio, top_k
-        facts = {
-            "HEADS": num_heads,
-            "HEADS_PAD": max(16, triton.next_power_of_2(num_heads)),
-            "DIM": dim,
-            "ENTRIES": form.entries_per_page,
-            "FP8": isinstance(form, Fp8IndexKeys),
-            "num_warps": 4,
-        }
-        if num_rows > CODED_ROWS:
-            grid = page_table.shape[1], triton.cdiv(num_rows, ROWS_EACH)
-            score_rows[grid](*what, num_rows, *sizes, *limits, EACH=ROWS_EACH, **facts)
-        else:
-            grid = page_table.shape[1], num_rows
-            score_page[grid](*what, *sizes, *limits, **facts, **overlap(q))
+    what = q, gate, keys.pages, scores, positions, page_rows, page_table
+    sizes = gate.stride(0), gate_scale, page_table.stride(0), scores.shape[1]
+    limits = form.page_bytes, ratio, top_k
+    facts = {
+        "HEADS": num_heads,
+        "HEADS_PAD": max(16, triton.next_power_of_2(num_heads)),
+        "DIM": dim,
+        "ENTRIES": form.entries_per_page,
+        "FP8": isinstance(form, Fp8IndexKeys),
+        "num_warps": 4,
+    }
+    if num_rows > CODED_ROWS:
+        grid = page_table.shape[1], triton.cdiv(num_rows, ROWS_EACH)
+        score_rows[grid](*what, num_rows, *sizes, *limits, EACH=ROWS_EACH, **facts)
+    else:
+        grid = page_table.shape[1], num_rows
+        score_page[grid](*what, *sizes, *limits, **facts, **overlap(q))
+
+
+def _choose(scores: Tensor, positions: Tensor, ratio: int, out: Tensor) -> None:
+    """The best of each row's scores, in chunks if there are many."""
+    (num_rows, width), top_k = scores.shape, out.shape[1]
     num_chunks = triton.cdiv(width, CHUNK)
-    if num_chunks == 1:
-        chunk = max(top_k, triton.next_power_of_2(width))
-        choose_in_chunk[(num_rows, 1)](
-            scores,
-            out,
-            scores,
-            positions,
-            width,
-            ratio,
-            out.stride(0),
-            K=top_k,
-            CHUNK=chunk,
-            LAST=True,
-            num_warps=8 if chunk > 1024 else 4,
-            **overlap(q),
-        )
-        return
-    candidates = torch.empty((num_rows, num_chunks * top_k), dtype=torch.int32, device=q.device)
-    best = torch.empty(candidates.shape, dtype=torch.float32, device=q.device)
+    last = num_chunks == 1
+    chunk = max(top_k, triton.next_power_of_2(width)) if last else CHUNK
+    found, best = out, scores
+    if not last:
+        shape = num_rows, num_chunks * top_k
+        found = torch.empty(shape, dtype=torch.int32, device=scores.device)
+        best = torch.empty(shape, dtype=torch.float32, device=scores.device)
     choose_in_chunk[(num_rows, num_chunks)](
         scores,
-        candidates,
+        found,
         best,
         positions,
         width,
         ratio,
-        candidates.stride(0),
+        found.stride(0),
         K=top_k,
-        CHUNK=CHUNK,
-        LAST=False,
-        num_warps=8,
-        **overlap(q),
+        CHUNK=chunk,
+        LAST=last,
+        num_warps=4 if last and chunk <= 1024 else 8,
+        **overlap(scores),
     )
     span = CHUNK
-    while True:
-        parts = min(num_chunks, max(2, CANDIDATES // top_k))
-        num_groups = triton.cdiv(num_chunks, parts)
-        last = num_groups == 1
-        shape = num_rows, num_groups * top_k
-        found = out if last else torch.empty(shape, dtype=torch.int32, device=q.device)
-        found_best = best if last else torch.empty(shape, dtype=torch.float32, device=q.device)
-        num = triton.next_power_of_2(parts * top_k)
-        choose_of_chunks[(num_rows, num_groups)](
-            candidates,
-            best,
-            found,
-            found_best,
-            positions,
-            span,
-            ratio,
-            candidates.stride(0),
-            found.stride(0),
-            K=top_k,
-            PARTS=parts,
-            NUM=num,
-            LAST=last,
-            num_warps=8 if num <= 8192 else 16,
-            **overlap(q),
-        )
-        if last:
-            return
-        candidates, best, num_chunks, span = found, found_best, num_groups, span * parts
+    while num_chunks > 1:
+        found, best, num_chunks, span = _merge(found, best, positions, ratio, num_chunks, span, out)
+
+
+def _merge(
+    candidates: Tensor,
+    best: Tensor,
+    positions: Tensor,
+    ratio: int,
+    num_chunks: int,
+    span: int,
+    out: Tensor,
+) -> tuple[Tensor, Tensor, int, int]:
+    """The best of groups of chunks of `span` entries each. Returns what such a call takes of the
+    groups: candidates (in `out`, of the only one), their scores, their number and their span."""
+    num_rows, top_k = out.shape
+    parts = min(num_chunks, max(2, CANDIDATES // top_k))
+    num_groups = triton.cdiv(num_chunks, parts)
+    last = num_groups == 1
+    shape = num_rows, num_groups * top_k
+    found = out if last else torch.empty(shape, dtype=torch.int32, device=out.device)
+    found_best = best if last else torch.empty(shape, dtype=torch.float32, device=out.device)
+    num = triton.next_power_of_2(parts * top_k)
+    choose_of_chunks[(num_rows, num_groups)](
+        candidates,
+        best,
+        found,
+        found_best,
+        positions,
+        span,
+        ratio,
+        candidates.stride(0),
+        found.stride(0),
+        K=top_k,
+        PARTS=parts,
+        NUM=num,
+        LAST=last,
+        num_warps=8 if num <= 8192 else 16,
+        **overlap(out),
+    )
+    return found, found_best, num_groups, span * parts
