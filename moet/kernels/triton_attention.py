@@ -244,7 +244,7 @@ def _tiles(
     if entries is not None:
         seen = rows.max_entries(ratio)
         most = seen if selected is None else min(selected.shape[1], seen)
-    return -(-sliding_window // KEYS) - (-most // KEYS)
+    return -(-sliding_window // KEYS) + -(-most // KEYS)
 
 
 def _heads_each(q: Tensor) -> int:
