@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moet.kernels.device_gemm import Device
+from moet.kernels.hyper_connection import Site
 from moet.kernels.mixture import MAX_CHOICES, Mixture
 from moet.kernels.quant import Activations
 from moet.kernels.stream_gemm import pointer
@@ -54,20 +55,6 @@ class MixMatrix:
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
-    """One place where streams are collapsed. base: [outs]; scale: [3], of a head [1]; weight of the
-    norm: [dim]; all fp32."""
-
-    fn: MixMatrix
-    base: Tensor
-    scale: Tensor
-    weight: Tensor
-    norm_eps: float
-    hc_eps: float
-    num_iters: int  # 0: a head, which has no gates but the first
-
-
-@dataclass(frozen=True, slots=True)
 class Pending:
     """What is not in the streams yet: y [n, dim] of a sublayer, its post [n, 4], mix [n, 4, 4].
 
@@ -76,6 +63,20 @@ class Pending:
     y: Tensor | Mixture
     post: Tensor
     mix: Tensor
+
+
+def hc_enter(streams: Tensor, site: Site) -> tuple[Activations, Tensor, Tensor]:
+    return collapse(streams, site)[1:]
+
+
+def hc_pass(
+    y: Tensor | Mixture, streams: Tensor, post: Tensor, mix: Tensor, site: Site
+) -> tuple[Tensor, Activations, Tensor, Tensor]:
+    return collapse(streams, site, Pending(y, post, mix))
+
+
+def hc_head_norm(streams: Tensor, site: Site) -> Tensor:
+    return collapse(streams, site)[1].plain()
 
 
 def collapse(
@@ -89,6 +90,7 @@ def collapse(
     num_rows, mult, dim = streams.shape
     assert mult == MULT
     assert streams.is_contiguous()
+    assert isinstance(site.fn, MixMatrix)
     blocks, device, is_head = dim // BLOCK, streams.device, site.num_iters == 0
     mixed = streams if pending is None else torch.empty_like(streams)
     x = torch.empty(num_rows, dim, dtype=torch.bfloat16, device=device)

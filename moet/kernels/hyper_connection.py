@@ -4,6 +4,7 @@ sublayer and mixed after it by a doubly stochastic matrix. All arithmetic is fp3
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -22,7 +23,24 @@ from moet.kernels.scalars import scalar
 if TYPE_CHECKING:
     from moet.kernels.device_streams import MixMatrix
 
-Matrix: TypeAlias = "Tensor | MixMatrix"  # fn of a site, [rows, h * dim] fp32; placed on a GPU
+Matrix: TypeAlias = "Tensor | MixMatrix"  # fn of a site; placed on a GPU
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One place where streams are collapsed, and the norm behind it. All tensors are fp32.
+
+    fn: [2h + h*h, h*dim], base: [2h + h*h], scale: [3]; of the head [h, h*dim], [h] and [1].
+    weight: [dim], of the norm. num_iters: 0 for the head, which has no gates but the first.
+    """
+
+    fn: Matrix
+    base: Tensor
+    scale: Tensor
+    weight: Tensor
+    norm_eps: float
+    hc_eps: float
+    num_iters: int = 0
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -128,68 +146,43 @@ def hc_head(
 
 
 @op(tolerance=2**-7)
-def hc_enter(
-    streams: Tensor,
-    fn: Matrix,
-    base: Tensor,
-    scale: Tensor,
-    weight: Tensor,
-    *,
-    norm_eps: float,
-    hc_eps: float,
-    num_iters: int,
-) -> tuple[Tensor | Activations, Tensor, Tensor]:
-    """hc_pre, then the sublayer's norm. weight: [dim] fp32. Rounds after each.
+def hc_enter(streams: Tensor, site: Site) -> tuple[Tensor | Activations, Tensor, Tensor]:
+    """hc_pre, then the sublayer's norm. Rounds after each.
 
     On a GPU that holds fn as a MixMatrix, x comes with its e4m3 codes if there are few rows.
     """
     x, post, mix = hc_pre(
-        streams, fn, base, scale, norm_eps=norm_eps, hc_eps=hc_eps, num_iters=num_iters
+        streams,
+        site.fn,
+        site.base,
+        site.scale,
+        norm_eps=site.norm_eps,
+        hc_eps=site.hc_eps,
+        num_iters=site.num_iters,
     )
-    return rms_norm(x, weight, eps=norm_eps), post, mix
+    return rms_norm(x, site.weight, eps=site.norm_eps), post, mix
 
 
 @op(tolerance=2**-7)
 def hc_pass(
-    y: Tensor | Mixture,
-    streams: Tensor,
-    post: Tensor,
-    mix: Tensor,
-    fn: Matrix,
-    base: Tensor,
-    scale: Tensor,
-    weight: Tensor,
-    *,
-    norm_eps: float,
-    hc_eps: float,
-    num_iters: int,
+    y: Tensor | Mixture, streams: Tensor, post: Tensor, mix: Tensor, site: Site
 ) -> tuple[Tensor, Tensor | Activations, Tensor, Tensor]:
     """From one sublayer's output to the next one's input: hc_post, then hc_enter on its result.
 
-    y, streams, post, mix: as in hc_post; y may be a mixture, not summed. The others: of the next
-    site. Returns the new streams, the normed input x [n, dim], and the next site's post and mix.
+    y, streams, post, mix: as in hc_post; y may be a mixture, not summed. site: the next one.
+    Returns the new streams, the normed input x [n, dim], and the next site's post and mix.
     """
     streams = hc_post(added(y), streams, post, mix)
-    x, post, mix = hc_enter(
-        streams, fn, base, scale, weight, norm_eps=norm_eps, hc_eps=hc_eps, num_iters=num_iters
-    )
+    x, post, mix = hc_enter(streams, site)
     return streams, x, post, mix
 
 
 @op(tolerance=2**-7)
-def hc_head_norm(
-    streams: Tensor,
-    fn: Matrix,
-    base: Tensor,
-    scale: Tensor,
-    weight: Tensor,
-    *,
-    norm_eps: float,
-    hc_eps: float,
-) -> Tensor:
-    """hc_head, then the final norm. weight: [dim] fp32. Returns [n, dim], rounded after each."""
-    x = hc_head(streams, fn, base, scale, norm_eps=norm_eps, hc_eps=hc_eps)
-    return rms_norm(x, weight, eps=norm_eps)
+def hc_head_norm(streams: Tensor, site: Site) -> Tensor:
+    """hc_head, then the final norm. Returns [n, dim], rounded after each."""
+    norm_eps, hc_eps = site.norm_eps, site.hc_eps
+    x = hc_head(streams, site.fn, site.base, site.scale, norm_eps=norm_eps, hc_eps=hc_eps)
+    return rms_norm(x, site.weight, eps=norm_eps)
 
 
 def _streams_fit(*, arch: str, mult: int, dim: int, placed: bool = False) -> bool:
@@ -210,148 +203,7 @@ def _post_fits(*, arch: str, mult: int, dim: int, placed: bool = False) -> bool:
     return _streams_fit(arch=arch, mult=mult, dim=dim)
 
 
-@hc_enter.impl("cuda", supports=_placed_fit)
-def _hc_enter_placed(
-    streams: Tensor,
-    fn: Matrix,
-    base: Tensor,
-    scale: Tensor,
-    weight: Tensor,
-    *,
-    norm_eps: float,
-    hc_eps: float,
-    num_iters: int,
-) -> tuple[Tensor | Activations, Tensor, Tensor]:
-    from moet.kernels.device_streams import MixMatrix, Site, collapse
-
-    assert isinstance(fn, MixMatrix)
-    site = Site(fn, base, scale, weight, norm_eps, hc_eps, num_iters)
-    return collapse(streams, site)[1:]
-
-
-@hc_pass.impl("cuda", supports=_placed_fit)
-def _hc_pass_placed(
-    y: Tensor | Mixture,
-    streams: Tensor,
-    post: Tensor,
-    mix: Tensor,
-    fn: Matrix,
-    base: Tensor,
-    scale: Tensor,
-    weight: Tensor,
-    *,
-    norm_eps: float,
-    hc_eps: float,
-    num_iters: int,
-) -> tuple[Tensor, Tensor | Activations, Tensor, Tensor]:
-    from moet.kernels.device_streams import MixMatrix, Pending, Site, collapse
-
-    assert isinstance(fn, MixMatrix)
-    site = Site(fn, base, scale, weight, norm_eps, hc_eps, num_iters)
-    return collapse(streams, site, Pending(y, post, mix))
-
-
-@hc_head_norm.impl("cuda", supports=_placed_fit)
-def _hc_head_norm_placed(
-    streams: Tensor,
-    fn: Matrix,
-    base: Tensor,
-    scale: Tensor,
-    weight: Tensor,
-    *,
-    norm_eps: float,
-    hc_eps: float,
-) -> Tensor:
-    from moet.kernels.device_streams import MixMatrix, Site, collapse
-
-    assert isinstance(fn, MixMatrix)
-    site = Site(fn, base, scale, weight, norm_eps, hc_eps, 0)
-    return collapse(streams, site)[1].plain()
-
-
+for _op in (hc_enter, hc_pass, hc_head_norm):
+    _op.impl_in("moet.kernels.device_streams", "cuda", supports=_placed_fit)
+    _op.impl_in("moet.kernels.triton_hyper_connection", "triton", supports=_streams_fit)
 hc_post.impl_in("moet.kernels.triton_hyper_connection", "triton", supports=_post_fits)
-
-
-@hc_enter.impl("triton", supports=_streams_fit)
-def _hc_enter(
-    streams: Tensor,
-    fn: Matrix,
-    base: Tensor,
-    scale: Tensor,
-    weight: Tensor,
-    *,
-    norm_eps: float,
-    hc_eps: float,
-    num_iters: int,
-) -> tuple[Tensor | Activations, Tensor, Tensor]:
-    from moet.kernels import triton_hyper_connection
-
-    assert isinstance(fn, Tensor)
-    return triton_hyper_connection.hc_enter(
-        streams,
-        fn,
-        base,
-        scale,
-        weight,
-        norm_eps=norm_eps,
-        hc_eps=hc_eps,
-        num_iters=num_iters,
-    )
-
-
-@hc_pass.impl("triton", supports=_streams_fit)
-def _hc_pass(
-    y: Tensor | Mixture,
-    streams: Tensor,
-    post: Tensor,
-    mix: Tensor,
-    fn: Matrix,
-    base: Tensor,
-    scale: Tensor,
-    weight: Tensor,
-    *,
-    norm_eps: float,
-    hc_eps: float,
-    num_iters: int,
-) -> tuple[Tensor, Tensor | Activations, Tensor, Tensor]:
-    from moet.kernels import triton_hyper_connection
-
-    assert isinstance(fn, Tensor)
-    return triton_hyper_connection.hc_pass(
-        added(y),
-        streams,
-        post,
-        mix,
-        fn,
-        base,
-        scale,
-        weight,
-        norm_eps=norm_eps,
-        hc_eps=hc_eps,
-        num_iters=num_iters,
-    )
-
-
-@hc_head_norm.impl("triton", supports=_streams_fit)
-def _hc_head_norm(
-    streams: Tensor,
-    fn: Matrix,
-    base: Tensor,
-    scale: Tensor,
-    weight: Tensor,
-    *,
-    norm_eps: float,
-    hc_eps: float,
-) -> Tensor:
-    from moet.kernels import triton_hyper_connection
-
-    assert isinstance(fn, Tensor)
-    return triton_hyper_connection.hc_head_norm(
-        streams,
-        fn,
-        base,
-        scale,
-        weight,
-        norm_eps=norm_eps,
-        hc_eps=hc_eps,
-    )

@@ -10,6 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moet.kernels.comm import added
+from moet.kernels.hyper_connection import Site
+from moet.kernels.mixture import Mixture
 from moet.kernels.triton_common import kernel
 
 BLOCK = 128  # channels of each stream that one program multiplies
@@ -138,9 +141,11 @@ def collapse_and_norm(
 
 
 def _project(
-    streams: Tensor, fn: Tensor, mixing: tuple[Tensor, Tensor, Tensor] | None
+    streams: Tensor, site: Site, mixing: tuple[Tensor, Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
     """Streams (mixed if asked) and the parts of fn @ streams."""
+    fn = site.fn
+    assert isinstance(fn, Tensor)
     num_rows, _, dim = streams.shape
     blocks = triton.cdiv(dim, BLOCK)
     pad = triton.next_power_of_2(len(fn) + 1)
@@ -188,17 +193,8 @@ def _launch(
     )
 
 
-def _finish(
-    streams: Tensor,
-    partial: Tensor,
-    base: Tensor,
-    scale: Tensor,
-    weight: Tensor,
-    norm_eps: float,
-    hc_eps: float,
-    num_iters: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """num_iters 0: the head, whose post and mix mean nothing."""
+def _finish(streams: Tensor, partial: Tensor, site: Site) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the head, post and mix mean nothing."""
     num_rows, mult, dim = streams.shape
     x = torch.empty((num_rows, dim), dtype=streams.dtype, device=streams.device)
     post = torch.empty((num_rows, mult), dtype=torch.float32, device=streams.device)
@@ -207,21 +203,21 @@ def _finish(
         collapse_and_norm[(num_rows,)](
             streams,
             partial,
-            base,
-            scale,
-            weight,
+            site.base,
+            site.scale,
+            site.weight,
             x,
             post,
             mix,
-            norm_eps,
-            hc_eps,
+            site.norm_eps,
+            site.hc_eps,
             DIM=dim,
             DIM_PAD=triton.next_power_of_2(dim),
             H=mult,
             PAD=partial.shape[2],
             SPLITS=partial.shape[1],
-            ITERS=num_iters,
-            HEAD=num_iters == 0,
+            ITERS=site.num_iters,
+            HEAD=site.num_iters == 0,
             num_warps=8,
         )
     return x, post, mix
@@ -234,49 +230,19 @@ def hc_post(y: Tensor, streams: Tensor, post: Tensor, mix: Tensor) -> Tensor:
     return new
 
 
-def hc_enter(
-    streams: Tensor,
-    fn: Tensor,
-    base: Tensor,
-    scale: Tensor,
-    weight: Tensor,
-    *,
-    norm_eps: float,
-    hc_eps: float,
-    num_iters: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    _, partial = _project(streams, fn, None)
-    return _finish(streams, partial, base, scale, weight, norm_eps, hc_eps, num_iters)
+def hc_enter(streams: Tensor, site: Site) -> tuple[Tensor, Tensor, Tensor]:
+    _, partial = _project(streams, site, None)
+    return _finish(streams, partial, site)
 
 
 def hc_pass(
-    y: Tensor,
-    streams: Tensor,
-    post: Tensor,
-    mix: Tensor,
-    fn: Tensor,
-    base: Tensor,
-    scale: Tensor,
-    weight: Tensor,
-    *,
-    norm_eps: float,
-    hc_eps: float,
-    num_iters: int,
+    y: Tensor | Mixture, streams: Tensor, post: Tensor, mix: Tensor, site: Site
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    streams, partial = _project(streams, fn, (y, post, mix))
-    x, post, mix = _finish(streams, partial, base, scale, weight, norm_eps, hc_eps, num_iters)
+    streams, partial = _project(streams, site, (added(y), post, mix))
+    x, post, mix = _finish(streams, partial, site)
     return streams, x, post, mix
 
 
-def hc_head_norm(
-    streams: Tensor,
-    fn: Tensor,
-    base: Tensor,
-    scale: Tensor,
-    weight: Tensor,
-    *,
-    norm_eps: float,
-    hc_eps: float,
-) -> Tensor:
-    _, partial = _project(streams, fn, None)
-    return _finish(streams, partial, base, scale, weight, norm_eps, hc_eps, 0)[0]
+def hc_head_norm(streams: Tensor, site: Site) -> Tensor:
+    _, partial = _project(streams, site, None)
+    return _finish(streams, partial, site)[0]

@@ -15,7 +15,7 @@ from moet.kernels.comm import RankPart, added
 from moet.kernels.device_gemm import Device
 from moet.kernels.device_streams import MixMatrix
 from moet.kernels.gemm import streamed
-from moet.kernels.hyper_connection import hc_enter, hc_head_norm, hc_pass, hc_post
+from moet.kernels.hyper_connection import Site, hc_enter, hc_head_norm, hc_pass, hc_post
 from moet.kernels.mixture import Mixture
 from moet.kernels.moe import sqrt_softplus
 from moet.kernels.quant import Activations
@@ -48,24 +48,29 @@ class Residual:
         self.pending: tuple[Tensor | Mixture, Tensor, Tensor] | None = None
 
 
-def _mix_matrix(weights: Weights, name: str, num_out: int, num_in: int) -> Tensor | MixMatrix:
-    """fn of a site, where the ops that collapse streams want it."""
-    fn = weights.fp32(name, num_out, num_in)
-    return streamed(fn) if weights.gpu is None else MixMatrix(fn, weights.gpu)
+def _site(weights: Weights, config: DeepseekV4Config, name: str, norm: str) -> Site:
+    """A site of a layer, or the head: fn is where the ops that collapse streams want it."""
+    mult, dim, is_head = config.hc_mult, config.hidden_size, name == "head"
+    rows = mult if is_head else (2 + mult) * mult
+    fn = weights.fp32(f"hc_{name}_fn", rows, mult * dim)
+    return Site(
+        streamed(fn) if weights.gpu is None else MixMatrix(fn, weights.gpu),
+        weights.fp32(f"hc_{name}_base", rows),
+        weights.fp32(f"hc_{name}_scale", 1 if is_head else 3),
+        weights.fp32(norm, dim),
+        config.rms_norm_eps,
+        config.hc_eps,
+        num_iters=0 if is_head else config.hc_sinkhorn_iters,
+    )
 
 
 class HyperConnection:
     """One site of a layer: streams to sublayer input, sublayer output back to streams."""
 
-    def __init__(self, weights: Weights, config: DeepseekV4Config, site: str) -> None:
-        mult, arch = config.hc_mult, weights.settings.arch
-        rows = (2 + mult) * mult
-        self.fn = _mix_matrix(weights, f"hc_{site}_fn", rows, mult * config.hidden_size)
-        self.base = weights.fp32(f"hc_{site}_base", rows)
-        self.scale = weights.fp32(f"hc_{site}_scale", 3)
-        self.norm_weight = weights.fp32(f"{site}_norm.weight", config.hidden_size)
-        self.config = config
-        facts = {"mult": mult, "dim": config.hidden_size, "placed": weights.gpu is not None}
+    def __init__(self, weights: Weights, config: DeepseekV4Config, name: str) -> None:
+        self.site = _site(weights, config, name, f"{name}_norm.weight")
+        placed, arch = weights.gpu is not None, weights.settings.arch
+        facts = {"mult": config.hc_mult, "dim": config.hidden_size, "placed": placed}
         self._enter = hc_enter.bind(arch=arch, **facts)
         self._pass = hc_pass.bind(arch=arch, **facts)
         self._post = hc_post.bind(arch=arch, **facts)
@@ -75,17 +80,10 @@ class HyperConnection:
 
         What is pending in the residual is mixed into its streams first.
         """
-        site = self.fn, self.base, self.scale, self.norm_weight
-        eps, hc_eps = self.config.rms_norm_eps, self.config.hc_eps
-        iters = self.config.hc_sinkhorn_iters
         if residual.pending is None:
-            return self._enter(
-                residual.streams, *site, norm_eps=eps, hc_eps=hc_eps, num_iters=iters
-            )
+            return self._enter(residual.streams, self.site)
         y, post, mix = residual.pending
-        residual.streams, x, post, mix = self._pass(
-            y, residual.streams, post, mix, *site, norm_eps=eps, hc_eps=hc_eps, num_iters=iters
-        )
+        residual.streams, x, post, mix = self._pass(y, residual.streams, post, mix, self.site)
         return x, post, mix
 
     def finish(self, residual: Residual) -> Tensor:
@@ -164,29 +162,15 @@ class Head:
     """Streams to logits: last collapse, norm, vocabulary projection."""
 
     def __init__(self, weights: Weights, config: DeepseekV4Config, lm_head: LMHead) -> None:
-        mult, dim = config.hc_mult, config.hidden_size
-        self.fn = _mix_matrix(weights, "hc_head_fn", mult, mult * dim)
-        self.base = weights.fp32("hc_head_base", mult)
-        self.scale = weights.fp32("hc_head_scale", 1)
-        self.norm_weight = weights.fp32("norm.weight", dim)
+        self.site = _site(weights, config, "head", "norm.weight")
         self.lm_head = lm_head
-        self.norm_eps, self.hc_eps = config.rms_norm_eps, config.hc_eps
-        self._collapse = hc_head_norm.bind(
-            arch=weights.settings.arch, mult=mult, dim=dim, placed=weights.gpu is not None
-        )
+        placed, arch = weights.gpu is not None, weights.settings.arch
+        facts = {"mult": config.hc_mult, "dim": config.hidden_size, "placed": placed}
+        self._collapse = hc_head_norm.bind(arch=arch, **facts)
 
     def __call__(self, streams: Tensor) -> Tensor:
         """[n, h, dim] to [n, vocab_size] fp32."""
-        x = self._collapse(
-            streams,
-            self.fn,
-            self.base,
-            self.scale,
-            self.norm_weight,
-            norm_eps=self.norm_eps,
-            hc_eps=self.hc_eps,
-        )
-        return self.lm_head(x)
+        return self.lm_head(self._collapse(streams, self.site))
 
 
 class MTPBlock:

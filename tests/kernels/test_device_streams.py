@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from moet.kernels import device_streams
 from moet.kernels.device_gemm import Device
 from moet.kernels.device_streams import MixMatrix
-from moet.kernels.hyper_connection import hc_enter, hc_head_norm, hc_pass
+from moet.kernels.hyper_connection import Site, hc_enter, hc_head_norm, hc_pass
 from moet.kernels.layout import to_mma_order
 from moet.kernels.mixture import Mixture
 from moet.kernels.quant import Activations, fp8_encode
@@ -19,7 +20,6 @@ from tests.kernels import emulation
 from tests.kernels.emulation import Emulator
 
 DIM = 256
-HC = {"norm_eps": 1e-6, "hc_eps": 1e-6}
 FACTS = {"mult": 4, "placed": True}
 
 
@@ -36,9 +36,15 @@ def device(launcher: Emulator) -> Device:
     return Device.around(launcher, f"sm{launcher.sm}a", "cpu")
 
 
-def site(outs: int, dim: int = DIM) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def site(outs: int, dim: int = DIM) -> Site:
     fn, base = torch.randn(outs, 4 * dim) * 0.05, torch.randn(outs)
-    return fn, base, torch.rand(3 if outs > 4 else 1) + 0.5, torch.randn(dim)
+    scale = torch.rand(3 if outs > 4 else 1) + 0.5
+    return Site(fn, base, scale, torch.randn(dim), 1e-6, 1e-6, 20 if outs > 4 else 0)
+
+
+def on(device: Device, site: Site) -> Site:
+    assert isinstance(site.fn, Tensor)
+    return replace(site, fn=MixMatrix(site.fn, device))
 
 
 def step(num_rows: int, dim: int = DIM) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -68,10 +74,9 @@ def assert_coded(x: Tensor | Activations) -> Tensor:
 @pytest.mark.parametrize("dim", [DIM, 1152])
 def test_a_pass_is_its_reference(num_rows: int, dim: int, device: Device) -> None:
     weights, before = site(24, dim), step(num_rows, dim)
-    placed = MixMatrix(weights[0], device), *weights[1:]
     run = hc_pass.bind(arch=device.arch, dim=dim, **FACTS)
-    streams, x, post, mix = run(*before, *placed, **HC, num_iters=20)
-    expected = hc_pass(*before, *weights, **HC, num_iters=20)
+    streams, x, post, mix = run(*before, on(device, weights))
+    expected = hc_pass(*before, weights)
     if num_rows == 0:
         assert streams.shape == (0, 4, dim)
         return
@@ -86,31 +91,30 @@ def test_a_pass_is_its_reference(num_rows: int, dim: int, device: Device) -> Non
 def test_entry_and_head_are_their_references(device: Device) -> None:
     weights, (_, streams, _, _) = site(24), step(3)
     enter = hc_enter.bind(arch=device.arch, dim=DIM, **FACTS)
-    found = enter(streams, MixMatrix(weights[0], device), *weights[1:], **HC, num_iters=20)
-    expected = hc_enter(streams, *weights, **HC, num_iters=20)
+    found = enter(streams, on(device, weights))
+    expected = hc_enter(streams, weights)
     assert isinstance(expected[0], Tensor)
     close(assert_coded(found[0]), expected[0], hc_enter.tolerance)
     for a, b in zip(found[1:], expected[1:], strict=True):
         close(a, b, 1e-5)
     weights = site(4)
     head = hc_head_norm.bind(arch=device.arch, dim=DIM, **FACTS)
-    x = head(streams, MixMatrix(weights[0], device), *weights[1:], **HC)
-    close(x, hc_head_norm(streams, *weights, **HC), hc_head_norm.tolerance)
+    x = head(streams, on(device, weights))
+    close(x, hc_head_norm(streams, weights), hc_head_norm.tolerance)
 
 
 def test_a_row_has_the_same_bits_in_any_company(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Alone in one launch, among a few, and in tiles that end within a pass."""
-    weights, (y, streams, post, mix) = site(24), step(37)
-    placed = MixMatrix(weights[0], device), *weights[1:]
+    placed, (y, streams, post, mix) = on(device, site(24)), step(37)
     run = hc_pass.bind(arch=device.arch, dim=DIM, **FACTS)
-    few = run(y, streams, post, mix, *placed, **HC, num_iters=20)
+    few = run(y, streams, post, mix, placed)
     monkeypatch.setattr(device_streams, "TILED_ROWS", 8)
-    many = run(y, streams, post, mix, *placed, **HC, num_iters=20)
+    many = run(y, streams, post, mix, placed)
     for row in (0, 20, 36):
         own = slice(row, row + 1)
-        alone = run(y[own], streams[own], post[own], mix[own], *placed, **HC, num_iters=20)
+        alone = run(y[own], streams[own], post[own], mix[own], placed)
         for whole in (few, many):
             for a, b in zip(whole, alone, strict=True):
                 if isinstance(a, Activations):
@@ -129,7 +133,7 @@ def test_a_mixture_is_summed_on_its_way_in(
     device: Device, weigh: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_streams, "FUSED_ROWS", 4 if weigh else 2)  # one launch, or two
-    weights, (_, streams, post, mix) = site(24), step(3)
+    placed, (_, streams, post, mix) = on(device, site(24)), step(3)
     draw = torch.Generator().manual_seed(5)
     parts = torch.randn(3, 6, DIM, generator=draw).bfloat16()
     shared = torch.randn(3, DIM, generator=draw).bfloat16()
@@ -143,10 +147,7 @@ def test_a_mixture_is_summed_on_its_way_in(
     y = (total + shared.float()).bfloat16()
     mixture = Mixture(parts.view(18, DIM), shared, factors, ids, lambda: y)
     run = hc_pass.bind(arch=device.arch, dim=DIM, **FACTS)
-    site_of = MixMatrix(weights[0], device), *weights[1:]
-    found, wanted = (
-        run(given, streams, post, mix, *site_of, **HC, num_iters=20) for given in (mixture, y)
-    )
+    found, wanted = (run(given, streams, post, mix, placed) for given in (mixture, y))
     for a, b in zip(found, wanted, strict=True):
         a, b = (v.plain() if isinstance(v, Activations) else v for v in (a, b))
         assert torch.equal(a, b)
@@ -166,11 +167,11 @@ def test_a_cluster_has_the_bits_of_a_grid(
         parts = torch.randn(4, dim, generator=torch.Generator().manual_seed(5)).bfloat16()
         given = Mixture(parts, y, None, torch.arange(4).view(2, 2), lambda: y)
     run = hc_pass.bind(arch=device.arch, dim=dim, **FACTS)
-    args = (given, streams, post, mix, MixMatrix(weights[0], device), *weights[1:])
+    args = given, streams, post, mix, on(device, weights)
     with monkeypatch.context() as without:
         without.setattr(device_streams, "_has_clusters", lambda *_: False)
-        wanted = run(*args, **HC, num_iters=20)
-    for a, b in zip(run(*args, **HC, num_iters=20), wanted, strict=True):
+        wanted = run(*args)
+    for a, b in zip(run(*args), wanted, strict=True):
         if isinstance(a, Activations):
             assert isinstance(b, Activations)
             pairs = ((a.plain(), b.plain()), (a.codes, b.codes), (a.scale, b.scale))
@@ -182,8 +183,7 @@ def test_a_cluster_has_the_bits_of_a_grid(
 
 def test_many_rows_come_without_codes(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_streams, "CODED_ROWS", 2)
-    weights, before = site(24), step(3)
     run = hc_pass.bind(arch=device.arch, dim=DIM, **FACTS)
-    x = run(*before, MixMatrix(weights[0], device), *weights[1:], **HC, num_iters=2)[1]
+    x = run(*step(3), on(device, site(24)))[1]
     assert isinstance(x, Activations)
     assert x.codes is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from moet.kernels.cubin import device_arch
 from moet.kernels.device_attention import attend_chunk
 from moet.kernels.device_gemm import Device
 from moet.kernels.device_streams import MixMatrix
-from moet.kernels.hyper_connection import hc_enter, hc_head_norm, hc_pass
+from moet.kernels.hyper_connection import Site, hc_enter, hc_head_norm, hc_pass
 from moet.kernels.rope import rope_cos_sin
 from moet.kernels.rows import Rows
 from moet.models.deepseek_v4_cache import PAGE_SIZE
@@ -78,28 +79,31 @@ class Released:
             **self._inputs(),
         }
 
+    def _site(self, outs: int, num_scales: int, num_iters: int) -> Site:
+        fn, base = self.fp32(outs, 4 * DIM), self.fp32(outs)
+        return Site(fn, base, self.fp32(num_scales), self.fp32(DIM), **HC, num_iters=num_iters)
+
     def _streams(self) -> dict[str, Callable[[], object]]:
         x, y = self.bf16(self.n, 4, DIM), self.bf16(self.n, DIM)
-        site = self.fp32(24, 4 * DIM), self.fp32(24), self.fp32(3), self.fp32(DIM)
-        head = self.fp32(4, 4 * DIM), self.fp32(4), self.fp32(1), self.fp32(DIM)
+        site, head = self._site(24, 3, num_iters=20), self._site(4, 1, num_iters=0)
         post, mix = self.fp32(self.n, 4), self.fp32(self.n, 4, 4)
         hc = triton_hyper_connection
         found: dict[str, Callable[[], object]] = {
-            "hc_enter_triton": lambda: hc.hc_enter(x, *site, **HC, num_iters=20),
-            "hc_pass_triton": lambda: hc.hc_pass(y, x, post, mix, *site, **HC, num_iters=20),
+            "hc_enter_triton": lambda: hc.hc_enter(x, site),
+            "hc_pass_triton": lambda: hc.hc_pass(y, x, post, mix, site),
             "hc_post": lambda: hc.hc_post(y, x, post, mix),
-            "hc_head_norm_triton": lambda: hc.hc_head_norm(x, *head, **HC),
+            "hc_head_norm_triton": lambda: hc.hc_head_norm(x, head),
         }
         if self.device.type == "cuda":
             gpu = Device.open(device_arch(self.device), self.device)
             facts = {"arch": gpu.arch, "mult": 4, "dim": DIM, "placed": True}
-            placed, few = MixMatrix(site[0], gpu), MixMatrix(head[0], gpu)
+            placed, few = (replace(s, fn=MixMatrix(s.fn, gpu)) for s in (site, head))
             enter, passes = hc_enter.bind(**facts), hc_pass.bind(**facts)
             norm = hc_head_norm.bind(**facts)
             found |= {
-                "hc_enter": lambda: enter(x, placed, *site[1:], **HC, num_iters=20),
-                "hc_pass": lambda: passes(y, x, post, mix, placed, *site[1:], **HC, num_iters=20),
-                "hc_head_norm": lambda: norm(x, few, *head[1:], **HC),
+                "hc_enter": lambda: enter(x, placed),
+                "hc_pass": lambda: passes(y, x, post, mix, placed),
+                "hc_head_norm": lambda: norm(x, few),
             }
         return found
 

@@ -21,7 +21,7 @@ from moet.kernels.attention import window_attention
 from moet.kernels.attention_inputs import CompressorSite, attention_inputs
 from moet.kernels.cache import Cache, Fp8Rows, Mxfp4Rows, PlainRows, copy_entries, write_kv
 from moet.kernels.compressor import compress
-from moet.kernels.hyper_connection import hc_enter, hc_head_norm, hc_pass, hc_post
+from moet.kernels.hyper_connection import Site, hc_enter, hc_head_norm, hc_pass, hc_post
 from moet.kernels.indexer import index_query, index_select
 from moet.kernels.norm import rms_norm
 from moet.kernels.quant import fp8_qdq
@@ -321,29 +321,26 @@ def test_window_attention(
     assert (got[rows.positions < 0] == 0).all()
 
 
-def hc_site(n: int, rows_out: int, device: torch.device) -> tuple[Tensor, ...]:
-    streams = randn(n, 4, 256, device=device)
+def hc_site(rows_out: int, device: torch.device) -> Site:
     fn = randn(rows_out, 4 * 256, device=device, dtype=torch.float32) * 0.05
     base = randn(rows_out, device=device, dtype=torch.float32)
     scale = torch.tensor([1.0, 0.7, 1.3][: 3 if rows_out > 4 else 1], device=device)
     weight = randn(256, device=device, dtype=torch.float32)
-    return streams, fn.t().contiguous().t(), base, scale, weight
-
-
-HC = {"norm_eps": EPS, "hc_eps": EPS, "num_iters": 20}
+    num_iters = 20 if rows_out > 4 else 0
+    return Site(fn.t().contiguous().t(), base, scale, weight, EPS, EPS, num_iters)
 
 
 @pytest.mark.parametrize("n", FEW)
 def test_hyper_connections(n: int, device: torch.device) -> None:
-    site = hc_site(n, 24, device)
-    got = triton_hyper_connection.hc_enter(*site, **HC)
-    want = hc_enter(*site, **HC)
+    streams, site = randn(n, 4, 256, device=device), hc_site(24, device)
+    got = triton_hyper_connection.hc_enter(streams, site)
+    want = hc_enter(streams, site)
     for a, b in zip(got, want, strict=True):
         assert_close(a, b, hc_enter.tolerance)
-    y, streams = randn(n, 256, device=device), site[0]
+    y = randn(n, 256, device=device)
     _, post, mix = want
-    got = triton_hyper_connection.hc_pass(y, streams, post, mix, *site[1:], **HC)
-    want = hc_pass(y, streams, post, mix, *site[1:], **HC)
+    got = triton_hyper_connection.hc_pass(y, streams, post, mix, site)
+    want = hc_pass(y, streams, post, mix, site)
     for a, b in zip(got, want, strict=True):
         assert_close(a, b, hc_pass.tolerance)
     assert_close(
@@ -351,20 +348,19 @@ def test_hyper_connections(n: int, device: torch.device) -> None:
         hc_post(y, streams, post, mix),
         hc_post.tolerance,
     )
-    head = hc_site(n, 4, device)
-    settings = {"norm_eps": EPS, "hc_eps": EPS}
+    head = hc_site(4, device)
     assert_close(
-        triton_hyper_connection.hc_head_norm(*head, **settings),
-        hc_head_norm(*head, **settings),
+        triton_hyper_connection.hc_head_norm(streams, head),
+        hc_head_norm(streams, head),
         hc_head_norm.tolerance,
     )
 
 
 def test_rows_do_not_depend_on_company(device: torch.device) -> None:
     many = 9 if INTERPRETED else 96  # more than one row a program
-    site = hc_site(many, 24, device)
-    whole = triton_hyper_connection.hc_enter(*site, **HC)
-    alone = triton_hyper_connection.hc_enter(site[0][7:8], *site[1:], **HC)
+    streams, site = randn(many, 4, 256, device=device), hc_site(24, device)
+    whole = triton_hyper_connection.hc_enter(streams, site)
+    alone = triton_hyper_connection.hc_enter(streams[7:8], site)
     for a, b in zip(whole, alone, strict=True):
         assert torch.equal(a[7:8], b)
     rows = step("decode", device)

@@ -1,6 +1,8 @@
 """The hyper-connection kernels on a GPU at the released width: their reference, and the same bits
 however many rows there are."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +11,7 @@ from moet.kernels import device_streams
 from moet.kernels.cubin import device_arch
 from moet.kernels.device_gemm import Device
 from moet.kernels.device_streams import MixMatrix
-from moet.kernels.hyper_connection import hc_enter, hc_head_norm, hc_pass
+from moet.kernels.hyper_connection import Site, hc_enter, hc_head_norm, hc_pass
 from moet.kernels.mixture import Mixture
 from moet.kernels.quant import plain_values
 from moet.kernels.stream_experts import combine
@@ -17,7 +19,6 @@ from tests.kernels.accelerated.conftest import INTERPRETED
 from tests.kernels.accelerated.world import assert_close
 
 DIM, MOST = 4096, 700
-HC = {"norm_eps": 1e-6, "hc_eps": 1e-6}
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="emulation tests them on a CPU")
 
@@ -27,26 +28,32 @@ def gpu(device: torch.device) -> Device:
     return Device.open(device_arch(device), device)
 
 
-def site(outs: int, device: torch.device) -> tuple[Tensor, ...]:
+def site(outs: int, device: torch.device) -> Site:
     fn = torch.randn(outs, 4 * DIM, device=device) * 0.02
     base, weight = torch.randn(outs, device=device), torch.randn(DIM, device=device)
-    return fn, base, torch.ones(3 if outs > 4 else 1, device=device) * 0.8, weight
+    scale = torch.ones(3 if outs > 4 else 1, device=device) * 0.8
+    return Site(fn, base, scale, weight, 1e-6, 1e-6, 20 if outs > 4 else 0)
+
+
+def on(gpu: Device, site: Site) -> Site:
+    assert isinstance(site.fn, Tensor)
+    return replace(site, fn=MixMatrix(site.fn, gpu))
 
 
 def test_passes_of_any_size_have_the_same_rows(gpu: Device, device: torch.device) -> None:
-    fn, *rest = site(24, device)
+    given = site(24, device)
     y = torch.randn(MOST, DIM, device=device).bfloat16()
     streams = torch.randn(MOST, 4, DIM, device=device).bfloat16()
     post, mix = torch.rand(MOST, 4, device=device), torch.rand(MOST, 4, 4, device=device) / 4
     run = hc_pass.bind(arch=gpu.arch, mult=4, dim=DIM, placed=True)
-    want = hc_pass(y, streams, post, mix, fn, *rest, **HC, num_iters=20)
-    whole = run(y, streams, post, mix, MixMatrix(fn, gpu), *rest, **HC, num_iters=20)
+    want = hc_pass(y, streams, post, mix, given)
+    whole = run(y, streams, post, mix, on(gpu, given))
     for a, b in zip(whole, want, strict=True):
         assert_close(plain_values(a), plain_values(b), hc_pass.tolerance)
     for n in (1, 3, 4, 5, 33, 64, 65, 300):
         part = slice(MOST - n, MOST)
         before = y[part], streams[part], post[part], mix[part]
-        found = run(*before, MixMatrix(fn, gpu), *rest, **HC, num_iters=20)
+        found = run(*before, on(gpu, given))
         for a, b in zip(found, whole, strict=True):
             assert torch.equal(plain_values(a), plain_values(b)[part]), n
     assert (gpu.counters == 0).all()
@@ -54,23 +61,23 @@ def test_passes_of_any_size_have_the_same_rows(gpu: Device, device: torch.device
 
 def test_entry_and_head_are_their_references(gpu: Device, device: torch.device) -> None:
     streams = torch.randn(5, 4, DIM, device=device).bfloat16()
-    fn, *rest = site(24, device)
+    given = site(24, device)
     enter = hc_enter.bind(arch=gpu.arch, mult=4, dim=DIM, placed=True)
-    found = enter(streams, MixMatrix(fn, gpu), *rest, **HC, num_iters=20)
-    want = hc_enter(streams, fn, *rest, **HC, num_iters=20)
+    found = enter(streams, on(gpu, given))
+    want = hc_enter(streams, given)
     for a, b in zip(found, want, strict=True):
         assert_close(plain_values(a), plain_values(b), hc_enter.tolerance)
-    fn, *rest = site(4, device)
+    given = site(4, device)
     head = hc_head_norm.bind(arch=gpu.arch, mult=4, dim=DIM, placed=True)
-    want_x = hc_head_norm(streams, fn, *rest, **HC)
-    assert_close(head(streams, MixMatrix(fn, gpu), *rest, **HC), want_x, hc_head_norm.tolerance)
+    want_x = hc_head_norm(streams, given)
+    assert_close(head(streams, on(gpu, given)), want_x, hc_head_norm.tolerance)
 
 
 @pytest.mark.parametrize("num_rows", [1, 4])
 def test_forms_of_few_rows_have_the_same_bits(
     gpu: Device, device: torch.device, num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fn, *rest = site(24, device)
+    placed = on(gpu, site(24, device))
     parts = torch.randn(num_rows * 6, DIM, device=device).bfloat16()
     shared = torch.randn(num_rows, DIM, device=device).bfloat16()
     ids = torch.arange(num_rows * 6, device=device).view(num_rows, 6)
@@ -80,9 +87,9 @@ def test_forms_of_few_rows_have_the_same_bits(
     run = hc_pass.bind(arch=gpu.arch, mult=4, dim=DIM, placed=True)
     with monkeypatch.context() as without:
         without.setattr(device_streams, "_has_clusters", lambda *_: False)
-        want = run(y, streams, post, mix, MixMatrix(fn, gpu), *rest, **HC, num_iters=20)
+        want = run(y, streams, post, mix, placed)
     for given in (y, Mixture(parts, shared, None, ids, lambda: y)):
-        found = run(given, streams, post, mix, MixMatrix(fn, gpu), *rest, **HC, num_iters=20)
+        found = run(given, streams, post, mix, placed)
         for a, b in zip(found, want, strict=True):
             assert torch.equal(plain_values(a), plain_values(b))
     assert (gpu.counters == 0).all()
