@@ -160,10 +160,10 @@ class DeviceRunner:
         result = StepResult()
         pending = PendingBatch(batch.rows, result, self._explain)
         with self.queue.working():
+            if self._pass is not None and batch.num_parts and self._pass.is_touched(batch.commands):
+                self._pass.finish()  # which may draw drafts for who is about to leave
             if self._drawn is not None:
                 self._drawn.follow(batch.commands)
-            if self._pass is not None and batch.num_parts and self._pass.is_touched(batch.commands):
-                self._pass.finish()
             self.eager.commands(batch.commands)
             decoding, chunks, others = self._parts(batch, self.eager.sound_rows(batch.rows, result))
             try:
@@ -247,25 +247,36 @@ class DeviceRunner:
             if batch.ends_pass and i >= batch.num_decoding:
                 continue
             row = batch.rows[i]
-            if row.first_logprob >= 0 or not self._is_usual(row):
+            all_sample = i < batch.num_decoding and row.num_samples == row.num_tokens
+            is_step = row.num_drafts or all_sample
+            if row.first_logprob >= 0:
                 others.append(i)
-            elif row.num_drafts or (i < batch.num_decoding and row.num_samples == row.num_tokens):
+            elif is_step and self._is_usual(row):
                 decoding.append(i)
-            elif row.token_ids is not None:
+            elif not is_step and row.token_ids is not None and self._is_read(row):
                 chunks.append(i)
             else:
                 others.append(i)
         return decoding, chunks, others
 
     def _is_usual(self, row: Row) -> bool:
-        """Whether graphs and chunks have the experts that a row's policy names."""
+        """Whether graphs have the experts that the policy of a generated row names."""
         policy = self._precisions.policy(row.seq.request.params.precision)
-        return self._precisions.is_usual(policy, of_prompt=row.start < row.seq.prompt_len)
+        return self._precisions.is_usual(policy, of_prompt=False)
+
+    def _is_read(self, row: Row) -> bool:
+        """Whether chunks have a row's experts: those of prompts, whatever the row is."""
+        precisions = self._precisions
+        policy = precisions.policy(row.seq.request.params.precision)
+        there = precisions.of_prompt(precisions.default)
+        if row.start < row.seq.prompt_len:
+            return precisions.of_prompt(policy) == there
+        return policy != "gate" and precisions.of_rows(policy) == there
 
     def is_divisible(self, row: Row) -> bool:
         """Whether a row of a prompt may be part of a divided pass: chunks have to take it."""
         known = row.token_ids is not None and not row.num_drafts and row.first_logprob < 0
-        return known and self._is_usual(row)
+        return known and self._is_read(row)
 
     def _take_fault(self, indices: list[int], result: StepResult) -> None:
         """What kernels have reported of passes that are over."""

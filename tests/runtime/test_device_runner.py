@@ -12,6 +12,7 @@ import torch
 
 from moet.config import CacheConfig, SchedulerConfig
 from moet.errors import RequestError
+from moet.models.base import ForwardInput, KVTensors, ModelOutput
 from moet.models.glm_moe_dsa_config import GlmMoeDsaConfig
 from moet.runtime.batch import Batch
 from moet.runtime.core import EngineCore
@@ -369,6 +370,55 @@ def test_prompts_pass_in_parts_beside_who_decodes(overlap: bool, num_spec_tokens
     assert any(batch.ends_pass and batch.num_parts == 0 for batch in seen)
     assert core.stats().num_preemptions > 0
     assert model.num_torn == 0
+
+
+@pytest.mark.parametrize("prefill", [None, "fp4"])
+def test_who_leaves_amid_a_pass_goes_on_as_if_it_had_not(prefill: str | None) -> None:
+    """Its drafts are drawn when it is on its way out; what it has made comes back through chunks,
+    unless they have other experts."""
+    of_rows: dict[bool, set[object]] = {False: set(), True: set()}
+
+    class Watched(StepFakeModel):
+        def forward(self, inputs: ForwardInput, kv: KVTensors, experts: object) -> ModelOutput:
+            for position in inputs.positions.tolist():
+                of_rows[position >= 20].add(experts)
+            return super().forward(inputs, kv, experts)
+
+    options: dict[str, Any] = {"num_spec_tokens": 2, "draft_rate": 0.7, "page_size": 6}
+    model = Watched(**options)
+    w2, fp4 = NoExperts(), NoExperts()
+    precisions = PrecisionSet("w2", {"w2": w2, "fp4": fp4}, prefill=prefill)
+    drawn = request("drawn", [5] * 20, max_tokens=15, temperature=0.9, seed=3, priority=1)
+    later = request("later", [7] * 20, max_tokens=15, spec_tokens=0, priority=1)
+    limits: dict[str, Any] = {"max_num_seqs": 2, "prefill_share": 0.5, "adaptive_spec": False}
+    core = placed_core(model, Placement(CpuQueue(), uncaptured), precisions=precisions, **limits)
+    pace = core._scheduler.pace
+    pace.parts = lambda users, rows: 1  # type: ignore[method-assign, assignment]
+    pace._owe = lambda *times: None  # type: ignore[method-assign, assignment]
+    events: dict[str, list[TokenEvent]] = {}
+
+    def step(num_steps: int) -> None:
+        for event in (event for _ in range(num_steps) for event in core.step()):
+            events.setdefault(event.request_id, []).append(event)
+
+    core.submit(request("user", [1] * 20, max_tokens=200, spec_tokens=0))
+    step(3)
+    for n, one in enumerate((drawn, later)):
+        core.submit(one)
+        while not (core._scheduler._pass and core._scheduler._pass.rows[0].sample):
+            step(1)
+        step(6 * n)  # the first one leaves within its pass, the second one when it decodes
+        core.submit(request(f"first {n}", [n] * 20, max_tokens=5, temperature=0.9, seed=n))
+        while len(core._scheduler.sequences) > 1:
+            step(1)
+    assert "user" in core._scheduler.sequences
+    core.abort("user")
+    step(1)
+    assert core.stats().num_preemptions == 2
+    assert of_rows == {False: {fp4 if prefill else w2}, True: {w2}}
+    for one in (drawn, later):
+        alone = facts(placed_core(StepFakeModel(**options), None, **limits), [one])
+        assert _facts(events[one.request_id]) == alone[one.request_id]
 
 
 def test_a_fault_of_a_part_is_that_of_its_pass_alone() -> None:
