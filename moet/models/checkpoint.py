@@ -22,9 +22,6 @@ from moet.models.release import DenseDtype, Release
 from moet.models.tensor_files import TensorEntry, TensorFiles, some_of
 from moet.models.tensor_spec import TensorSpec
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
-
-
 # By model_type: how to check config.json, and how to tell the published forms apart.
 _MODELS: Mapping[str, tuple[Callable[..., Any], Callable[..., Release]]] = {
     "deepseek_v4": (DeepseekV4Config.from_dict, DeepseekV4Release.detect),

@@ -33,7 +33,8 @@ from moet.models.deepseek_v4_cache import PAGE_SIZE, CacheLayout
 from moet.models.deepseek_v4_config import DeepseekV4Config
 from moet.models.layers import Embedding, LMHead, Weights
 from moet.models.moe import MoE, Router, SwigluMlp
-from moet.models.sharding import WHOLE, Shard, deepseek_v4_layers, divide_deepseek_v4
+from moet.models.pipeline_stages import deepseek_v4_layers
+from moet.models.sharding import WHOLE, Shard, divide_deepseek_v4
 from moet.models.stage import ModelStage
 from moet.models.step import step_rows
 

@@ -40,16 +40,6 @@ def decode_e8m0(scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return values.to(dtype)[raw.to(torch.int64)]
 
 
-def encode_e8m0(value: Tensor) -> Tensor:
-    """uint8 exponents of exact powers of two in 2^-127 .. 2^127; refuses every other number."""
-    mantissa, exponent = torch.frexp(value.double())
-    byte = exponent - 1 + E8M0_BIAS
-    if not bool(((mantissa == 0.5) & (byte >= 0) & (byte < E8M0_NAN)).all()):
-        bad = value[(mantissa != 0.5) | (byte < 0) | (byte >= E8M0_NAN)].flatten()[0].item()
-        raise CheckpointError(f"scale {bad} is not a power of two from 2^-127 to 2^127")
-    return byte.to(torch.uint8)
-
-
 def scale_values(scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """The factors that a scale tensor stands for, by its dtype: e8m0 bytes, or float32 as is."""
     if scale.dtype == torch.float32:

@@ -37,7 +37,8 @@ from moet.models.glm_moe_dsa_cache import PAGE_SIZE, CacheLayout
 from moet.models.glm_moe_dsa_config import GlmMoeDsaConfig
 from moet.models.layers import Embedding, LMHead, Weights
 from moet.models.moe import MoE, Router, SwigluMlp
-from moet.models.sharding import WHOLE, Shard, divide_glm_moe_dsa, glm_moe_dsa_layers
+from moet.models.pipeline_stages import glm_moe_dsa_layers
+from moet.models.sharding import WHOLE, Shard, divide_glm_moe_dsa
 from moet.models.stage import ModelStage
 from moet.models.step import step_rows
 

@@ -1,15 +1,15 @@
 """What each rank of a group holds: one table per model, and a source of weights cut by it.
 
 Two ways of dividing go together. Tensor parallel ranks hold the same layers and a share of each;
-pipeline stages hold different layers. Knows names, shapes and the order of sums; how ranks reach
-each other is behind `Comm`.
+pipeline stages hold different layers (`pipeline_stages.py`). Knows names, shapes and the order of
+sums; how ranks reach each other is behind `Comm`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -18,11 +18,11 @@ from moet.errors import CheckpointError, ConfigError
 from moet.kernels.comm import RankPart, added
 from moet.kernels.gemm import MAX_SLICES, slices_of
 from moet.kernels.mixture import Mixture
-from moet.kernels.moe import ExpertFormat, ExpertTable
+from moet.kernels.moe import ExpertFormat
 from moet.kernels.quant import FP8_BLOCK
-from moet.models.base import ExpertProvider, TensorSource
+from moet.models.base import TensorSource
 from moet.models.deepseek_v4_config import DeepseekV4Config
-from moet.models.glm_moe_dsa_config import ARCHITECTURE, GlmMoeDsaConfig
+from moet.models.glm_moe_dsa_config import GlmMoeDsaConfig
 
 Cut = Literal["whole", "outputs", "inputs"]
 
@@ -331,16 +331,6 @@ def _whole_head(vocab_size: int, name: str, shard: Shard) -> tuple[str, ...]:
     return (name,) if vocab_size % shard.size else ()
 
 
-class _Nothing:
-    """A source without tensors."""
-
-    def names(self) -> Iterable[str]:
-        return ()
-
-    def load(self, name: str) -> Tensor:
-        raise AssertionError(name)
-
-
 class _Narrowed:
     """A PartSource over a source that only reads whole tensors: those that are in memory."""
 
@@ -384,81 +374,3 @@ class ColumnShare:
         w1, w3, w2 = self.form.unpack(row)
         span = slice(self.first, self.last)
         return w1[span], w3[span], w2[:, span]
-
-
-class SharedExperts:
-    """Another provider's whole experts, of which a rank uses its columns. For packs whose rows are
-    too small to be read in parts."""
-
-    def __init__(self, provider: ExpertProvider, shard: Shard, inter: int) -> None:
-        self.provider = provider
-        self.span = shard.part(inter)
-
-    def resolve(self, layer_idx: int, expert_ids: Tensor) -> ExpertTable:
-        table = self.provider.resolve(layer_idx, expert_ids)
-        return replace(table, format=ColumnShare(table.format, *self.span))
-
-
-# Pipeline stages
-
-
-def stage_layers(owners: Sequence[int], num_layers: int, shard: Shard) -> range:
-    """The layers of this stage, of num_layers (a draft block not counted).
-
-    owners: layers that own an indexer; a stage begins at one of them, or at 0, so that no
-    selection has to travel. Cuts are as even as that allows. Raises ConfigError if there are fewer
-    owners than cuts.
-    """
-    cuts = [0]
-    for stage in range(1, shard.num_stages):
-        left = shard.num_stages - stage - 1  # cuts still to be made behind this one
-        free = [each for each in owners if each > cuts[-1]]
-        if len(free) <= left:
-            raise ConfigError(
-                f"-pp {shard.num_stages} needs {shard.num_stages - 1} layers to cut before; only "
-                f"layers that own an indexer are, {list(owners)} of {num_layers}; use a smaller -pp"
-            )
-        ideal = num_layers * stage / shard.num_stages
-        cuts.append(min(free[: len(free) - left], key=lambda each: (abs(each - ideal), each)))
-    cuts.append(num_layers)
-    return range(cuts[shard.stage], cuts[shard.stage + 1])
-
-
-def deepseek_v4_layers(config: DeepseekV4Config, shard: Shard) -> range:
-    """The decoder layers of this stage."""
-    num_layers = config.num_hidden_layers
-    owners = [i for i in range(num_layers) if config.layer_kind(i) == "csa"]
-    return stage_layers(owners, num_layers, shard)
-
-
-def glm_moe_dsa_layers(config: GlmMoeDsaConfig, shard: Shard) -> range:
-    """The decoder layers of this stage."""
-    num_layers = config.num_hidden_layers
-    owners = [i for i in range(num_layers) if config.owns_indexer(i)]
-    return stage_layers(owners, num_layers, shard)
-
-
-def check_divisible(raw_config: Mapping[str, Any], tensor: int, pipeline: int) -> None:
-    """Raise ConfigError if a model cannot be divided so, before anything is started or loaded."""
-    nothing = _Nothing()
-    for stage in range(pipeline):
-        shard = Shard(0, tensor, stage, pipeline)
-        if raw_config["architectures"][0] == ARCHITECTURE:
-            glm = GlmMoeDsaConfig.from_dict(raw_config)
-            divide_glm_moe_dsa(glm, nothing, shard)
-            glm_moe_dsa_layers(glm, shard)
-        else:
-            v4 = DeepseekV4Config.from_dict(raw_config)
-            divide_deepseek_v4(v4, nothing, shard)
-            deepseek_v4_layers(v4, shard)
-
-
-def held_layers(
-    raw_config: Mapping[str, Any], layers: Sequence[int], shard: Shard
-) -> tuple[int, ...]:
-    """Which of `layers` this stage has; draft blocks, numbered behind them, are the last one's."""
-    if raw_config["architectures"][0] == ARCHITECTURE:
-        own = glm_moe_dsa_layers(GlmMoeDsaConfig.from_dict(raw_config), shard)
-    else:
-        own = deepseek_v4_layers(DeepseekV4Config.from_dict(raw_config), shard)
-    return tuple(i for i in layers if i in own or (shard.is_last and i >= own.stop))

@@ -33,7 +33,6 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "I8": torch.int8,
     "U8": torch.uint8,
 }
-DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000
 _SAMPLES_PER_FILE = 16
 _SAMPLE_BYTES = 4096

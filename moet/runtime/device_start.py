@@ -22,7 +22,8 @@ from moet.models.dummy import DummyOptions, DummySource
 from moet.models.footprint import Footprint, footprint
 from moet.models.glm_moe_dsa_config import ARCHITECTURE as GLM
 from moet.models.pack import Pack
-from moet.models.sharding import WHOLE, Shard, held_layers
+from moet.models.pipeline_stages import held_layers
+from moet.models.sharding import WHOLE, Shard
 from moet.runtime.device_runner import Placement
 from moet.runtime.dummy import dummy_model, first_layers, open_device, used_layers
 from moet.runtime.experts.layer_stream import NUM_BUFFERS

@@ -22,7 +22,8 @@ from moet.models import load_model
 from moet.models.base import ExpertProvider, Model
 from moet.models.dummy import DummyOptions, DummySource, dummy_rows
 from moet.models.expert_encoder import row_formats
-from moet.models.sharding import WHOLE, Shard, held_layers
+from moet.models.pipeline_stages import held_layers
+from moet.models.sharding import WHOLE, Shard
 from moet.models.synthetic import MODELS, plan_checkpoint
 from moet.models.synthetic_design import Size
 from moet.models.tensor_writer import write_json

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import TypeVar
 
@@ -14,7 +15,9 @@ from torch import Tensor
 from moet.kernels.comm import added
 from moet.kernels.gemm import tree_sum
 from moet.kernels.mixture import Mixture
-from moet.models.sharding import Shard
+from moet.kernels.moe import ExpertTable
+from moet.models.base import ExpertProvider
+from moet.models.sharding import ColumnShare, Shard
 
 T = TypeVar("T")
 
@@ -65,6 +68,18 @@ class ThreadComm:
         every = self.stages.all(self.stage, x)
         assert all(each.shape == x.shape for each in every)
         return every[-1]
+
+
+class WholeExperts:
+    """Another provider's whole experts, of which a rank uses its columns."""
+
+    def __init__(self, provider: ExpertProvider, shard: Shard, inter: int) -> None:
+        self.provider = provider
+        self.span = shard.part(inter)
+
+    def resolve(self, layer_idx: int, expert_ids: Tensor) -> ExpertTable:
+        table = self.provider.resolve(layer_idx, expert_ids)
+        return replace(table, format=ColumnShare(table.format, *self.span))
 
 
 def shards(size: int, num_stages: int = 1) -> list[Shard]:

@@ -21,6 +21,7 @@ from moet.kernels.gemm import (
     streamed,
     tree_sum,
 )
+from moet.kernels.registry import Op
 from moet.models.base import ExpertProvider, TensorSource
 from moet.models.deepseek_v4 import DeepseekV4
 from moet.models.deepseek_v4_config import DeepseekV4Config
@@ -29,15 +30,14 @@ from moet.models.deepseek_v4_tensors import tensor_inventory as v4_inventory
 from moet.models.glm_moe_dsa import GlmMoeDsa
 from moet.models.glm_moe_dsa_tensors import tensor_inventory as glm_inventory
 from moet.models.pack import Pack
+from moet.models.pipeline_stages import stage_layers
 from moet.models.sharding import (
     DEEPSEEK_V4,
     GLM_MOE_DSA,
     WHOLE,
     Shard,
     ShardedSource,
-    SharedExperts,
     row_of,
-    stage_layers,
 )
 from tests.models import glm_rig
 from tests.models.hash_weights import (
@@ -51,7 +51,7 @@ from tests.models.hash_weights import (
     resident_experts,
     run_chunks,
 )
-from tests.models.ranks import on_every, shards
+from tests.models.ranks import WholeExperts, on_every, shards
 
 # Wide enough that four ranks can share every product.
 V4 = replace(
@@ -93,13 +93,15 @@ def test_slices_keep_scales_whole(width: int) -> None:
 
 
 @pytest.mark.parametrize("op", [linear_share, linear_share_fp8])
-def test_shares_sum_to_the_same_whatever_their_number(op: object) -> None:
+def test_shares_sum_to_the_same_whatever_their_number(
+    op: Op[..., Tensor],
+) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(3, 1024).bfloat16(), streamed(torch.randn(96, 1024))
-    whole = linear_share(x, weight, num_slices=4)
+    whole = op(x, weight, num_slices=4)
     for size in (2, 4):
         parts = zip(x.chunk(size, 1), weight.chunk(size, 1), strict=True)
-        mine = [linear_share(a, streamed(b), num_slices=4 // size) for a, b in parts]
+        mine = [op(a, streamed(b), num_slices=4 // size) for a, b in parts]
         assert torch.equal(tree_sum(mine), whole)
     assert not torch.equal(whole, matmul(x.float(), weight))  # the order is another one
 
@@ -108,7 +110,7 @@ def _experts(config: DeepseekV4Config, source: TensorSource, shard: Shard) -> Ex
     whole = resident_experts(config, source, ModelSettings(), mtp=True)
     if shard.size == 1 or not shard.divides(config.moe_intermediate_size):
         return whole
-    return SharedExperts(whole, shard, config.moe_intermediate_size)
+    return WholeExperts(whole, shard, config.moe_intermediate_size)
 
 
 def _v4_logits(
@@ -173,7 +175,7 @@ def _glm_logits(source: TensorSource, rounding: Rounding, shard: Shard) -> tuple
     whole = glm_rig.resident(GLM, source)
     experts: ExpertProvider = whole
     if shard.size > 1:
-        experts = SharedExperts(whole, shard, GLM.moe_intermediate_size)
+        experts = WholeExperts(whole, shard, GLM.moe_intermediate_size)
     kv = {
         g.name: torch.full((len(g.held_layers), 8, g.page_bytes), 0x7F, dtype=torch.uint8)
         for g in model.kv_cache_spec().groups

@@ -51,7 +51,6 @@ class RowFile:
         assert row_bytes % ALIGNMENT_BYTES == 0
         self.path = path
         self.row_bytes = row_bytes
-        self.num_bytes_read = 0
         self._stride_bytes, self._offset_bytes = stride_bytes or row_bytes, offset_bytes
         assert self._stride_bytes % ALIGNMENT_BYTES == offset_bytes % ALIGNMENT_BYTES == 0
         self._name_of = name_of
@@ -90,7 +89,6 @@ class RowFile:
                 done -= done % ALIGNMENT_BYTES  # direct reads begin at a block
                 if count < ALIGNMENT_BYTES:
                     raise self._error(row, f"ends after {done + count} of {self.row_bytes} bytes")
-        self.num_bytes_read += self.row_bytes
         if self._digests and not self._is_checked[row]:
             if hashlib.sha256(out).hexdigest() != self._digests[row]:
                 raise self._error(row, "its checksum is not the pack's; moet verify tells them all")

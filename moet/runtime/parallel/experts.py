@@ -14,8 +14,9 @@ from moet.kernels.layout import ExpertRows
 from moet.kernels.moe import ExpertFormat, ExpertTable
 from moet.models.expert_encoder import Tier
 from moet.models.pack import Pack
+from moet.models.pipeline_stages import held_layers
 from moet.models.progress import ProgressCallback, ProgressMeter
-from moet.models.sharding import ColumnShare, Shard, held_layers
+from moet.models.sharding import ColumnShare, Shard
 from moet.models.tensor_files import read_into
 
 

@@ -21,7 +21,7 @@ from moet.errors import ConfigError, MoetError
 from moet.kernels.device_gemm import Device
 from moet.models.base import ExpertProvider, Model
 from moet.models.pack import Pack
-from moet.models.sharding import check_divisible
+from moet.models.pipeline_stages import check_divisible
 from moet.runtime.core import EngineCore
 from moet.runtime.device_start import load_dummy, load_rank, plan_device, settle_device
 from moet.runtime.experts.serving import Served

@@ -11,7 +11,8 @@ from moet.cli import parser, with_dashes
 from moet.config import ParallelConfig
 from moet.errors import ConfigError
 from moet.kernels.layout import W2Rows
-from moet.models.sharding import Shard, check_divisible, held_layers
+from moet.models.pipeline_stages import check_divisible, held_layers
+from moet.models.sharding import Shard
 from moet.models.synthetic import plan_checkpoint
 from moet.runtime.parallel.experts import sub_rows
 
