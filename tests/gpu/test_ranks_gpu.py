@@ -1,5 +1,6 @@
 """Several GPUs: ranks and runs agree bit for bit, stages change no bit, and one rank ends all.
-Where there is but one, ranks share it."""
+Where there is but one, ranks share it. What a rank logs is shown with a failure, and so is where
+answers differ."""
 
 from __future__ import annotations
 
@@ -14,17 +15,22 @@ import psutil
 import pytest
 import torch
 
-from moet import Engine, SamplingParams
+from moet import Engine, SamplingParams, log
 from moet.config import CacheConfig, SchedulerConfig, TargetConfig
 from moet.errors import MoetError
 from moet.models.synthetic import MODEL_NAME, plan_checkpoint
 from moet.models.synthetic_glm import MODEL_NAME as GLM
 from moet.runtime.dummy import first_layers
 
-PROMPTS = ["a", "several words of a prompt " * 12, "x" * 700]
+PROMPTS = [
+    "a", "several words of a prompt " * 12, "x" * 700,
+    "b", "two words", "3, 5, 7, 11", "The end of it", "Why?",
+]  # fmt: skip
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, logprobs=0, ignore_eos=True)
 NUM_LAYERS = 5
-SOON_S = 30.0
+SOON_S = 60.0
+SILENT_S = 300.0  # of a rank that compiles beside other work; no test waits for this limit to pass
+NEAR = 0.1  # of log-probabilities; what an unlike model says differs by three times that
 
 Answers = list[tuple[list[int], list[float]]]
 
@@ -51,6 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(
     folder: Path, *, drafts: int = 0, tensor: int = 1, pipeline: int = 1, seqs: int = 1
 ) -> Engine:
+    log.set_up()  # also of the processes that it starts
     return Engine(
         str(folder),
         target=TargetConfig(
@@ -64,7 +71,7 @@ def engine(
         cache=CacheConfig(budget_bytes=256 << 20),
         tensor_parallel=tensor,
         pipeline_parallel=pipeline,
-        hang_timeout_s=60.0,
+        hang_timeout_s=SILENT_S,
         own_process=True,
     )
 
@@ -85,41 +92,68 @@ def alone(folder: Path) -> Answers:
         return answers(made)
 
 
-def require_alike(folder: Path, alone: Answers) -> None:
-    """That two tensor ranks, which compare what they sample, answer twice alike and much as one.
+def answered_twice(folder: Path) -> list[Answers]:
+    """What two tensor ranks, which compare what they sample, answer; the second time from the
+    prefix cache."""
+    with engine(folder, tensor=2) as made:
+        return [answers(made), answers(made)]
+
+
+@pytest.fixture(scope="module")
+def of_ranks(folder: Path) -> list[Answers]:
+    return answered_twice(folder)
+
+
+def require_equal(found: Answers, expected: Answers) -> None:
+    """Tokens and log-probabilities, bit for bit."""
+    lines = []
+    for n, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+        pairs = list(zip(zip(*mine, strict=True), zip(*theirs, strict=True), strict=True))
+        off = [i for i, (a, b) in enumerate(pairs) if a != b]
+        if off:
+            a, b = pairs[off[0]]
+            lines.append(f"prompt {n}: {len(off)} of {len(pairs)} tokens, first {off[0]}: {a}, {b}")
+    assert not lines, "\n".join(["answers differ", *lines])
+
+
+def require_alike(found: Answers, alone: Answers) -> None:
+    """That ranks answer much as one GPU does.
 
     Ranks round at other places, before their sum, and random weights have near ties, of tokens and
     of experts. As far as the first token that differs both have had the same context, so their best
     tokens are about as likely, but for a row that a tie sent to another expert.
     """
-    with engine(folder, tensor=2) as made:
-        plain = answers(made)
-        assert answers(made) == plain  # the second time from the prefix cache
-    off = []
-    for (mine, likely), (whole, as_likely) in zip(plain, alone, strict=True):
+    lines, off, num_same = [], list[float](), 0
+    for n, ((mine, likely), (whole, as_likely)) in enumerate(zip(found, alone, strict=True)):
         differ = [i for i, pair in enumerate(zip(mine, whole, strict=True)) if len(set(pair)) > 1]
-        same = min(differ, default=len(mine) - 1) + 1
-        off += [abs(a - b) for a, b in zip(likely[:same], as_likely[:same], strict=True)]
-        assert abs(likely[0] - as_likely[0]) < 0.1
-    assert median(off) < 0.1, off
+        same = min(differ, default=len(mine))
+        here = [abs(a - b) for a, b in zip(likely, as_likely, strict=True)][: same + 1]
+        told = " ".join(f"{x:.3f}" for x in here)
+        lines.append(f"prompt {n}: {same} tokens alike, off by {told}")
+        num_same += same > 0
+        off += here
+    told = "\n".join(lines)
+    print(told)
+    assert median(off) < NEAR, told
+    assert 2 * num_same >= len(lines), told
 
 
-def test_two_tensor_ranks(folder: Path, alone: Answers) -> None:
-    require_alike(folder, alone)
+def test_two_tensor_ranks(of_ranks: list[Answers], alone: Answers) -> None:
+    require_equal(of_ranks[1], of_ranks[0])
+    require_alike(of_ranks[0], alone)
 
 
-def test_two_tensor_ranks_of_glm(tmp_path: Path) -> None:
-    heads = {"qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "qk_head_dim": 128, "v_head_dim": 128}
-    folder = folder_of(GLM, tmp_path, **heads)
-    with engine(folder) as made:
-        alone = answers(made)
-    require_alike(folder, alone)
+def test_drafts_change_no_token_of_two_tensor_ranks(folder: Path, of_ranks: list[Answers]) -> None:
+    with engine(folder, tensor=2, drafts=2, seqs=2) as made:
+        found = [tokens for tokens, _ in answers(made)]
+    plain = [tokens for tokens, _ in of_ranks[0]]
+    assert found == plain
 
 
 def test_two_stages_give_the_bits_of_one_and_end_with_a_rank(folder: Path, alone: Answers) -> None:
     made = engine(folder, pipeline=2)
     try:
-        assert answers(made) == alone
+        require_equal(answers(made), alone)
         stream = made.stream("a", SamplingParams(max_tokens=1500, ignore_eos=True))
         next(stream)
         (rank,) = [
@@ -138,8 +172,11 @@ def test_two_stages_give_the_bits_of_one_and_end_with_a_rank(folder: Path, alone
     assert not psutil.pid_exists(rank)
 
 
-def test_drafts_change_no_token_of_two_tensor_ranks(folder: Path) -> None:
-    with engine(folder, tensor=2) as made:
-        plain = [tokens for tokens, _ in answers(made)]
-    with engine(folder, tensor=2, drafts=2, seqs=2) as made:
-        assert [tokens for tokens, _ in answers(made)] == plain
+def test_two_tensor_ranks_of_glm(tmp_path: Path) -> None:
+    heads = {"qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "qk_head_dim": 128, "v_head_dim": 128}
+    folder = folder_of(GLM, tmp_path, **heads)
+    with engine(folder) as made:
+        alone = answers(made)
+    first, second = answered_twice(folder)
+    require_equal(second, first)
+    require_alike(first, alone)
