@@ -84,7 +84,7 @@ class Drafter:
         length = 0
         while True:
             length += 1
-            bad = logits.sum(-1).isnan().tolist()  # nothing can be drawn from these
+            bad = self.sampler.not_numbers(logits).tolist()  # nothing can be drawn from these
             stay = [n for n, i in enumerate(going) if rows[i].slot not in failed and not bad[n]]
             going = [going[n] for n in stay]
             if not going:

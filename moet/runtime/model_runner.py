@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import traceback
 from time import perf_counter
 
@@ -216,7 +215,7 @@ class ModelRunner:
                 result.proposals[index] = proposals
 
     def _prompt_logprobs(self, row: Row, index: int, logits: Tensor, result: StepResult) -> None:
-        if not_a_number(logits).any():
+        if self.sampler.not_numbers(logits).any():
             result.errors[index] = NAN_MESSAGE
             result.num_corrupted += 1
             return
@@ -252,7 +251,7 @@ class ModelRunner:
                 taken = taken.clone()
                 taken[again] = new
                 again = replaced
-            bad = self._not_numbers(taken)
+            bad = self.sampler.not_numbers(taken).nonzero()[:, 0].tolist()
             if bad and depth == 0:
                 taken = taken.clone()
                 taken[bad] = 0.0
@@ -326,11 +325,6 @@ class ModelRunner:
                 held.append(going[n])
         return held
 
-    def _not_numbers(self, logits: Tensor) -> list[int]:
-        if not math.isnan(logits.sum().item()):
-            return []
-        return not_a_number(logits).nonzero()[:, 0].tolist()  # some row, most likely
-
 
 def _settled(row: Row, first: int, tokens: list[int] | None) -> Settled | None:
     """What the draft block has to see of a row; None if it does not draft."""
@@ -358,8 +352,3 @@ def fail(result: StepResult, indices: list[int], error: Exception) -> None:
 
 
 NAN_MESSAGE = "the model's logits are not numbers; the request cannot go on"
-
-
-def not_a_number(logits: Tensor) -> Tensor:
-    """Which rows hold a NaN (or both infinities). logits: [n, vocab_size]; returns [n] bool."""
-    return logits.sum(-1).isnan()

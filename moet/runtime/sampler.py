@@ -277,6 +277,11 @@ class SamplerState:
         logits[:, self._num_token_ids :] = float("-inf")
         return logits
 
+    def not_numbers(self, logits: Tensor) -> Tensor:
+        """Which rows hold a NaN or infinity among the ids that may come: [n] bool, as in steps on
+        a device. logits: [n, vocab_size]; minus infinity forbids a token and is no fault."""
+        return ~(logits[:, : self._num_token_ids].amax(-1) < float("inf"))
+
     def check(self) -> None:
         """Raise AssertionError if a free slot still holds counts, bias or end tokens."""
         free = [slot for slot, params in enumerate(self._params) if params is None]

@@ -13,6 +13,7 @@ from moet.config import SchedulerConfig
 from moet.errors import RequestError
 from moet.models.synthetic import write_checkpoint
 from moet.models.synthetic_tokenizer_glm import tokenizer_json
+from moet.runtime.device_sampler import Kind, choose
 from moet.runtime.engine import Engine
 from moet.runtime.sampler import SamplerState
 from moet.types import GrammarSpec, SamplingParams
@@ -71,6 +72,18 @@ def test_logprobs_are_those_of_the_known_ids() -> None:
     assert report.rank == 1
     assert report.token_ids == [KNOWN - 1, *range(KNOWN - 1, KNOWN - 21, -1)]
     assert report.logprobs == pytest.approx(expected[report.token_ids].tolist())
+
+
+def test_what_are_no_numbers_is_the_same_on_the_host_and_in_steps() -> None:
+    """Infinity is none, if a token that may come has it; minus infinity only forbids."""
+    rows = torch.zeros(5, PADDED)
+    rows[0, 3], rows[1, 3], rows[2, 3], rows[3, KNOWN] = math.nan, math.inf, -math.inf, math.nan
+    known, slots = state(temperature=1.0), torch.zeros(5, dtype=torch.int64)
+    bad = [True, True, False, False, False]
+    assert known.not_numbers(rows).tolist() == bad
+    for kind in Kind:
+        drawn = choose(known.tensors(), rows, slots, torch.arange(5), None, kind)
+        assert drawn.is_bad.tolist() == bad, kind
 
 
 @pytest.mark.parametrize("num_spec_tokens", [0, 2])
