@@ -165,7 +165,7 @@ class Scheduler:
             self.pace.observe_parts(
                 batch.num_decoding, batch.num_rows_passing, batch.num_parts, result.device_s
             )
-        elif batch.rows and not result.failed:
+        elif batch.rows and not result.failed and result.device_s > 0:  # 0: every row had a fault
             self.pace.observe(batch.num_decoding, batch.num_prefill_tokens, result.device_s)
             if self.meter is not None and batch.num_prefill_tokens == 0:
                 num_drafts = max(row.num_to_draft for row in batch.rows)

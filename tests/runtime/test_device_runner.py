@@ -511,3 +511,15 @@ def test_a_real_model_gives_the_same_tokens_either_way() -> None:
     events = drain(core)
     events["short"] = [*made, *events["short"]]
     assert {name: _facts(events[name]) for name in events} == expected
+
+
+def test_a_step_whose_rows_all_have_faults_says_nothing_of_costs() -> None:
+    """It takes no time, and steps that take none made the next request's drafts cost nothing."""
+    model = StepFakeModel(num_spec_tokens=2)
+    core = placed_core(model, Placement(CpuQueue(), Tape()))
+    core.submit(request("bad", [3, 5, 7], spec_tokens=0))
+    core.step()
+    core._scheduler.sequences["bad"].fault = "set-up failed"
+    assert core.step()[0].error == "set-up failed"
+    core.submit(request("next", [1, 2]))
+    assert tokens_of(drain(core)["next"]) == expected_greedy([1, 2], 8, model)
