@@ -48,7 +48,7 @@ class Plan:
         """The same as lines of a shell, with comments; a key is left out."""
         lines = [f"# {note}" for note in self.notes]
         for name, value in self.variables.items():
-            shown = '"$MOET_API_KEY"' if name in self.secrets else shlex.quote(value)
+            shown = '"${MOET_API_KEY:-moet}"' if name in self.secrets else shlex.quote(value)
             lines.append(f"export {name}={shown}")
         return "\n".join([*lines, shlex.join([*self.command, *arguments])])
 

@@ -52,7 +52,7 @@ def test_a_description_can_be_pasted_and_holds_no_key(client: str) -> None:
     text = plan(client, SERVED).describe(["--flag", "two words"])
     assert "secret-key" not in text
     assert text.endswith("--flag 'two words'")
-    assert '"$MOET_API_KEY"' in text
+    assert '"${MOET_API_KEY:-moet}"' in text  # some word, where the server has no key
 
 
 def test_a_small_window_is_mentioned() -> None:
