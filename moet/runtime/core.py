@@ -155,6 +155,7 @@ class EngineCore:
         max_len, params = self._require_admissible(request), request.params
         eos = () if params.ignore_eos else request.eos_token_ids
         policy = self._precisions.policy(params.precision)
+        num_spec_tokens = num_drafts(params, self._info.num_spec_tokens)
         drawn = self._seeds.getrandbits(63)  # always, so that one request moves no other's draw
         seq = Sequence(
             request=request,
@@ -164,8 +165,10 @@ class EngineCore:
             root=root_key(request.cache_salt, self._precisions.of_prompt(policy)),
             stop_ids=frozenset(params.stop_token_ids).union(eos),
             token_ids=list(request.prompt_token_ids),
-            num_spec_tokens=num_drafts(params, self._info.num_spec_tokens),
-            shares_generated=self._precisions.shares_generated(policy),
+            num_spec_tokens=num_spec_tokens,
+            # The draft block has not seen what was generated without drafts.
+            shares_generated=self._precisions.shares_generated(policy)
+            and (num_spec_tokens > 0 or self._info.num_spec_tokens == 0),
         )
         # Above temperature 0 tokens depend on the number of drafts: a seed asks for a steady one.
         steady = params.temperature > 0 and params.seed is not None
@@ -191,11 +194,12 @@ class EngineCore:
         max_len = require_servable(
             request, self._info, scheduler.memory.num_pages_for, self._grammars is not None
         )
+        compiling = [waiting.seq.prompt_len for waiting in self._compiling.values()]
         try:
             require_room(
                 scheduler.config,
-                num_waiting=scheduler.num_new + len(self._compiling),
-                waiting_tokens=scheduler.num_new_tokens,
+                num_waiting=scheduler.num_new + len(compiling),
+                waiting_tokens=scheduler.num_new_tokens + sum(compiling),
                 num_tokens=len(request.prompt_token_ids),
             )
         except OverloadedError:

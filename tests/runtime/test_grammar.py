@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from moet.errors import RequestError
+from moet.errors import OverloadedError, RequestError
 from moet.runtime.grammar import Constraint, allowed, num_words
 from moet.runtime.grammar_check import check_grammar, is_exotic
 from moet.runtime.grammar_compiler import CompileJob, GrammarCompiler
@@ -340,9 +340,11 @@ def test_an_abort_while_a_grammar_is_compiled() -> None:
     gate = threading.Event()
     compiler._pool.submit(gate.wait)
     compiler._pool.submit(gate.wait)
-    core = writing_core(compiler=compiler)
+    core = writing_core(compiler=compiler, max_queued_tokens=2)
     queued = core.submit(grammar_request("one", schema(ANSWER)))
     assert queued is not None
+    with pytest.raises(OverloadedError, match="1 prompt tokens wait and this request brings 2"):
+        core.submit(grammar_request("long", None, prompt="ab"))
     assert core.step() == []
     assert core.has_work
     core.submit(grammar_request("two", None, max_tokens=3))  # others do not wait

@@ -194,9 +194,15 @@ def test_drafting_plain_and_prefilling_ones_share_steps(overlap: bool) -> None:
 
 
 def test_a_request_that_switches_drafts_off_has_none() -> None:
-    core, _ = _core(3)
-    run(core, [request("a", SHARED, spec_tokens=0)])
+    """Nor do others start behind its answer, which the draft block has not read."""
+    core, model = _core(3)
+    made = run(core, [request("a", SHARED, spec_tokens=0, max_tokens=30)])
     assert core.stats().num_draft_tokens == 0
+    after = request("next", [*SHARED, *made["a"], 1], temperature=1.0, seed=5, max_tokens=20)
+    found = run(core, [after])
+    assert found == run(_core(3)[0], [after])
+    assert model.num_torn == 0
+    assert core.stats().cached_tokens > 0
     with pytest.raises(RequestError, match="spec_tokens"):
         core.submit(request("b", SHARED, spec_tokens=-1))
 
