@@ -6,7 +6,6 @@ Its orders are the first line of its standard input; when that closes, rank 0 is
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import threading
 
@@ -20,8 +19,6 @@ from moet.runtime.parallel.start import be_rank
 
 def main() -> None:
     """Be the rank that the orders name."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # which reach the whole group; rank 0 decides
-        signal.signal(number, signal.SIG_IGN)
     orders = msgspec.json.decode(sys.stdin.buffer.readline(), type=Orders)
     threading.Thread(target=_end_with_rank_0, daemon=True).start()
     if orders.log_level is not None:

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 import platform
+import signal
 import socket
 import sys
 from collections.abc import Mapping
@@ -105,7 +106,11 @@ def run_rank(config: EngineConfig, place: Place, local_rank: int) -> int:
 def be_rank(config: EngineConfig, place: Place, local_rank: int) -> NoReturn:
     """As run_rank, and end this process, whose connections' threads may need the interpreter as it
     goes and would abort it.
+
+    SIGINT and SIGTERM reach every rank at once; rank 0 decides what becomes of requests under way.
     """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     code = run_rank(config, place, local_rank)
     logging.shutdown()
     sys.stdout.flush()

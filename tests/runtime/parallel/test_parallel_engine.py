@@ -147,10 +147,13 @@ def test_pages_kept_elsewhere_are_refused_in_a_group() -> None:
 
 
 def test_a_rank_ends_without_taking_its_interpreter_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads of its connections let go of tensors late, which may abort an interpreter."""
+    """Threads of its connections let go of tensors late, which may abort an interpreter. Signals
+    that reach all ranks leave it at work, for rank 0 to drain."""
     monkeypatch.setattr(start, "run_rank", lambda *args: 3)
     monkeypatch.setattr(logging, "shutdown", lambda: None)
     monkeypatch.setattr(os, "_exit", lambda code: codes.append(code))
-    codes: list[int] = []
+    monkeypatch.setattr(signal, "signal", lambda number, how: signals.append((number, how)))
+    codes, signals = list[int](), list[object]()
     start.be_rank(EngineConfig(model="demo"), Place(1, "127.0.0.1", 1, hosts_store=False), 1)
     assert codes == [3]
+    assert signals == [(signal.SIGINT, signal.SIG_IGN), (signal.SIGTERM, signal.SIG_IGN)]
