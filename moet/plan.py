@@ -28,10 +28,20 @@ from moet.runtime.plan_types import Plan, PlanSettings
 from moet.runtime.roofline import ASSUMPTIONS, Rates, predict
 from moet.runtime.text_side import model_folder
 
-# What a card set is planned with in docs/recipes.md: host memory, KV format, dense weights.
-_RECIPES: Mapping[str, tuple[int, KVDtype, DenseDtype]] = {
-    "deepseek-v4-flash": (128, "fp8", "keep"),
-    "glm-5.2": (256, "nvfp4", "fp8"),
+
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """What card sets are planned with in docs/recipes.md. flavour: the published form."""
+
+    flavour: str
+    ram_gib: int
+    kv_dtype: KVDtype
+    dense_dtype: DenseDtype
+
+
+_RECIPES: Mapping[str, _Recipe] = {
+    "deepseek-v4-flash": _Recipe("preview", 128, "fp8", "keep"),
+    "glm-5.2": _Recipe("nvfp4", 256, "nvfp4", "fp8"),
 }
 
 
@@ -140,6 +150,12 @@ def commands(report: Report) -> list[str]:
         serve.append(f"--precision {settings.precision}")
     if report.plan.num_devices > 1:
         serve.append(f"-tp {report.plan.num_devices}")
+    fastest = max(
+        (rate for rate in report.rates.decode if rate.num_streams == 1),
+        key=lambda rate: rate.tokens_per_s,
+    )
+    if fastest.num_spec_tokens:
+        serve.append(f"--spec-tokens {fastest.num_spec_tokens}")
     return [*([] if is_folder else [convert]), " ".join(serve)]
 
 
@@ -207,25 +223,30 @@ def recipes() -> str:
         "setting and prints where every byte goes. What this version can serve is in the README; "
         "`-tp` divides a model over the cards of a host.",
     ]
-    for model, (ram_gib, kv_dtype, dense_dtype) in _RECIPES.items():
-        parts += _recipes_of(model, ram_gib, kv_dtype, dense_dtype)
+    for model, recipe in _RECIPES.items():
+        parts += _recipes_of(model, recipe)
     parts += ["", "## What the predictions assume", ""]
     parts += [f"- {line}" for line in ASSUMPTIONS]
     return "\n".join(parts) + "\n"
 
 
-def _recipes_of(model: str, ram_gib: int, kv_dtype: KVDtype, dense_dtype: DenseDtype) -> list[str]:
-    config, _ = raw_config(model)
-    made = footprint(config, kv_dtype=kv_dtype, dense_dtype=dense_dtype, num_spec_tokens=2)
+def _recipes_of(model: str, recipe: _Recipe) -> list[str]:
+    config, _ = raw_config(model, recipe.flavour)
+    made = footprint(
+        config, kv_dtype=recipe.kv_dtype, dense_dtype=recipe.dense_dtype, num_spec_tokens=2
+    )
+    host_bytes = recipe.ram_gib * GIB
     reports = [
-        _report(model, made, hardware(f"{name}x{count}", host_bytes=ram_gib * GIB), PlanSettings())
+        _report(model, made, hardware(f"{name}x{count}", host_bytes=host_bytes), PlanSettings())
         for name in PRESETS
         for count in COUNTS
     ]
     lines = ["", f"## {model}", ""]
     lines.append(
-        f"2-bit experts, KV {kv_dtype}, {ram_gib} GiB of host memory, 4 sequences, chunks of 8,192 "
-        "tokens. Convert once:"
+        f"2-bit experts, KV {recipe.kv_dtype}, {recipe.ram_gib} GiB of host memory, 4 sequences, "
+        f"chunks of 8,192 tokens. On disk the checkpoint ({recipe.flavour}) takes "
+        f"{_gigabytes(plan_checkpoint('full', recipe.flavour, model=model).payload_bytes)} and its "
+        f"pack {_gigabytes(_pack_bytes(made))}. Convert once:"
     )
     lines += ["", "```", commands(reports[0])[0], "```", ""]
     lines.append(
@@ -244,3 +265,13 @@ def _recipes_of(model: str, ram_gib: int, kv_dtype: KVDtype, dense_dtype: DenseD
     for report in reports:
         lines += ["", f"{report.plan.hardware}:", "```", commands(report)[-1], "```"]
     return lines
+
+
+def _pack_bytes(made: Footprint) -> int:
+    """Of a pack on disk: expert rows in both formats, and everything else."""
+    dense = made.dense.bytes_on(1) + (made.draft.bytes_on(1) if made.draft else 0)
+    return made.num_pack_rows * sum(made.row_bytes.values()) + dense
+
+
+def _gigabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:,.0f} GB"
