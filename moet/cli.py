@@ -255,7 +255,8 @@ def _convert(made: argparse.ArgumentParser) -> None:
 def _expert_flags(experts: argparse._ArgumentGroup) -> None:
     experts.add_argument("--expert-pool", type=gib_or_auto, default=None, metavar="GIB|auto",
                          help="device memory for experts; the rest stays in host memory and on "
-                         "disk, and answers are the same (default: what a GPU has left, or all)")  # fmt: skip
+                         "disk, and answers are the same (default: what a GPU has left; "
+                         "on the CPU all of them)")  # fmt: skip
     experts.add_argument("--host-experts", type=gib_or_auto, default=None, metavar="GIB|auto",
                          help="host memory for experts beside a pool (default: all)")  # fmt: skip
     experts.add_argument("--disk-experts", action=argparse.BooleanOptionalAction, default=True,

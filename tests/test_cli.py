@@ -64,6 +64,7 @@ def test_token_counts(text: str, number: int) -> None:
     [
         (["generate", "/nowhere", "-p", "x"], "/nowhere is no folder"),
         (["serve", "/nowhere", "--port", "0"], "/nowhere is no folder"),
+        (["serve", "org/model", "--port", "0"], "hf download org/model --local-dir model"),
         (["generate", "--max-num-seqs", "0", "-p", "x"], "--max-num-seqs is 0"),
         (["generate", "--queue-timeout", "nan", "-p", "x"], "--queue-timeout is nan"),
         (["serve", "--shutdown-timeout", "nan"], "--shutdown-timeout is nan"),

@@ -65,7 +65,11 @@ def existing_folder(model: str) -> Path:
     folder = model_folder(model)
     if not folder.is_dir():
         demos = " or ".join(DEMOS)
-        raise ConfigError(f"{model} is no folder; give a checkpoint or pack folder, or {demos}")
+        message = f"{model} is no folder; give a checkpoint or pack folder, or {demos}"
+        owner, slash, name = model.partition("/")
+        if slash and owner.strip(".~") and name and "/" not in name:
+            message += f"; if that is a model of a hub: hf download {model} --local-dir {name}"
+        raise ConfigError(message)
     return folder
 
 
