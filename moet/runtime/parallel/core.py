@@ -23,7 +23,7 @@ from moet.types import TokenEvent
 
 logger = logging.getLogger(__name__)
 
-STOP = b"\xc1"  # announced in place of a batch, which never begins like this
+PAUSE, STOP = b"\xc0", b"\xc1"  # announced in place of a batch, which never begins like this
 
 
 class LeadingCore(EngineCore):
@@ -32,10 +32,12 @@ class LeadingCore(EngineCore):
     _group: Group
     _ranks: Ranks
     _writer: StepWriter
+    _is_compared: bool  # whether all ranks have compared all steps
 
     def lead(self, group: Group, ranks: Ranks) -> None:
         """Take charge of the other ranks."""
         self._group, self._ranks, self._writer = group, ranks, StepWriter()
+        self._is_compared = True
 
     @property
     def has_work(self) -> bool:
@@ -46,7 +48,10 @@ class LeadingCore(EngineCore):
         """As EngineCore.step. Raises GroupError when the group has ended."""
         with self._or_end():
             self._group.monitor.require_sound()
-            return super().step()
+            events = super().step()
+            if not self._is_compared and not self.has_work:
+                self._pause()
+            return events
 
     def check(self) -> None:
         """As EngineCore.check."""
@@ -89,7 +94,14 @@ class LeadingCore(EngineCore):
         group = self._group
         group.monitor.require_sound()
         group.begin_step()
+        self._is_compared = False
         group.announce(self._writer.write(batch))
+
+    def _pause(self) -> None:
+        """Compare the last steps, too, before the next request comes to grief by them."""
+        self._group.announce(PAUSE)
+        self._group.settle()
+        self._is_compared = True
 
     def shutdown(self) -> None:
         """End the other ranks, too."""
@@ -152,8 +164,13 @@ def _carry_out(group: Group, core: EngineCore) -> None:
     reader, launched = StepReader(), deque[Launched]()
     while True:
         data = group.heard()
-        if data == STOP:
-            break
+        if data in (PAUSE, STOP):
+            while launched:
+                launched.popleft().result()
+            group.settle()
+            if data == STOP:
+                return
+            continue
         group.begin_step()
         batch = reader.read(data)
         if not core.launches:
@@ -162,9 +179,6 @@ def _carry_out(group: Group, core: EngineCore) -> None:
         launched.append(Launched(group, group.step, core.launch(batch)))
         if len(launched) > 1:
             launched.popleft().result()
-    for each in launched:
-        each.result()
-    group.settle()
 
 
 def told(error: Exception) -> str:

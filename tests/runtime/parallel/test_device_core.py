@@ -40,8 +40,10 @@ def model() -> StepFakeModel:
     return StepFakeModel(num_spec_tokens=2, draft_rate=0.7)
 
 
-def together(leading_model: StepFakeModel, following_model: StepFakeModel) -> dict[str, list[int]]:
-    """What two ranks answer; raises what rank 0 raises."""
+def together(
+    leading_model: StepFakeModel, following_model: StepFakeModel, asked: list[Request]
+) -> dict[str, list[int]]:
+    """What two ranks answer; raises what rank 0 raises before it rests."""
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
 
@@ -61,12 +63,13 @@ def together(leading_model: StepFakeModel, following_model: StepFakeModel) -> di
         core.lead(group, Ranks())
         group.meet("loading")
         try:
-            answers = run(core, requests())
+            answers = run(core, asked)
         except GroupError:
             with pytest.raises(GroupError):
                 other.result(30)
             core.shutdown()
             raise
+        assert not group._undecided, "a core rests when all steps are compared"
         core.shutdown()
         other.result(30)
     return answers
@@ -76,14 +79,15 @@ def agree() -> None:
     core = placed_core(model(), Placement(CpuQueue(), Tape()), **SETTINGS)
     expected = run(core, requests())
     assert core.stats().num_preemptions > 0
-    assert together(model(), model()) == expected
+    assert together(model(), model(), requests()) == expected
 
 
 def differ() -> None:
+    """In the only step, behind which none comes that would tell."""
     other = model()
-    other.vocab_size -= 1  # of its hashes
+    other.vocab_size //= 8  # of its hashes
     with pytest.raises(GroupError, match=r"rank 1 \(stage 0, tensor rank 1\) disagrees"):
-        together(model(), other)
+        together(model(), other, [request("last", [3, 5, 7], max_tokens=1)])
 
 
 def alone(name: str) -> None:
