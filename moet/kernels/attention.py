@@ -4,6 +4,7 @@ handed one sequence's decoded rows, `window_attention` finds the rows of a whole
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -62,43 +63,47 @@ def sparse_attention(
     return out.to(q.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class WindowKeys:
+    """What the rows of a step see: the last sliding_window tokens, then compressed entries.
+
+    window: the ring of tokens' rows. chunk: None if the step's own are in the ring already
+    (rows.short); otherwise one page with a place per row of the step, and the ring ends before it.
+    entries: one per `ratio` tokens, or None for window-only layers. selected: [T, k] int32,
+    ascending entry numbers filled up with -1; None: all visible.
+    """
+
+    rows: Rows
+    window: Cache
+    chunk: Cache | None
+    entries: Cache | None
+    selected: Tensor | None
+    sliding_window: int
+    ratio: int
+
+
 @op(tolerance=2**-7)
 def window_attention(
-    q: Tensor,
-    sink: Tensor,
-    window: Cache,
-    chunk: Cache | None,
-    entries: Cache | None,
-    selected: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    rows: Rows,
-    *,
-    scale: float,
-    sliding_window: int,
-    ratio: int,
+    q: Tensor, sink: Tensor, keys: WindowKeys, cos: Tensor, sin: Tensor, *, scale: float
 ) -> Tensor:
-    """Each row's query over the last sliding_window tokens and compressed entries, rotated back.
+    """Each row's query over its keys, rotated back.
 
-    q: [T, H, dim] fp32 or bf16. sink: [H] fp32. window: the ring of rows. chunk: None if the
-    step's own rows are in the ring already (rows.short); otherwise one page with a place per row of
-    the step, and the ring ends before it. entries: one per `ratio` tokens, or None for window-only
-    layers. selected: [T, k] int32, ascending entry numbers filled up with -1; None: all visible.
-    cos, sin: [T, rope_dim / 2] fp32, of the inverse rotation. Returns [T, H, dim] in the dtype of
-    q, rounded before and after the rotation.
+    q: [T, H, dim] fp32 or bf16. sink: [H] fp32. cos, sin: [T, rope_dim / 2] fp32, of the inverse
+    rotation. Returns [T, H, dim] in the dtype of q, rounded before and after the rotation.
     """
+    rows, reach = keys.rows, keys.sliding_window
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     for first, last in rows.sequences():
         start = int(rows.positions[first])
-        oldest, recent = _window_rows(first, last, start, window, chunk, rows, sliding_window)
+        oldest, recent = _window_rows(first, last, start, keys)
         spans = [
-            (max(p - sliding_window + 1, 0) - oldest, p + 1 - oldest)
+            (max(p - reach + 1, 0) - oldest, p + 1 - oldest)
             for p in range(start, start + last - first)
         ]
         compressed = recent[:0]
         chosen: list[Tensor | int] = [0] * (last - first)
-        if entries is not None:
-            compressed, chosen = _entries(first, last, entries, selected, rows, ratio)
+        if keys.entries is not None:
+            compressed, chosen = _entries(first, last, keys.entries, keys)
         out[first:last] = sparse_attention(
             q[first:last], recent, spans, compressed, chosen, sink, scale=scale
         )
@@ -109,17 +114,11 @@ def window_attention(
 def window_attention_q(
     q: Tensor,
     sink: Sink,
-    window: Cache,
-    chunk: Cache | None,
-    entries: Cache | None,
-    selected: Tensor | None,
+    keys: WindowKeys,
     cos: Tensor,
     sin: Tensor,
-    rows: Rows,
     *,
     scale: float,
-    sliding_window: int,
-    ratio: int,
     num_groups: int,
 ) -> Activations:
     """window_attention as the input of a grouped projection.
@@ -128,38 +127,18 @@ def window_attention_q(
     of few rows have codes and no values.
     """
     assert isinstance(sink, Tensor)
-    out = window_attention.reference(
-        q,
-        sink,
-        window,
-        chunk,
-        entries,
-        selected,
-        cos,
-        sin,
-        rows,
-        scale=scale,
-        sliding_window=sliding_window,
-        ratio=ratio,
-    )
+    out = window_attention.reference(q, sink, keys, cos, sin, scale=scale)
     return Activations(out.view(len(q) * num_groups, -1))
 
 
-def _window_rows(
-    first: int,
-    last: int,
-    start: int,
-    window: Cache,
-    chunk: Cache | None,
-    rows: Rows,
-    sliding_window: int,
-) -> tuple[int, Tensor]:
+def _window_rows(first: int, last: int, start: int, keys: WindowKeys) -> tuple[int, Tensor]:
     """The first position that one sequence's window reaches, and the rows from there on."""
-    oldest = max(start - sliding_window + 1, 0)
-    ring = window.form.entries_per_page
+    rows, chunk = keys.rows, keys.chunk
+    oldest = max(start - keys.sliding_window + 1, 0)
+    ring = keys.window.form.entries_per_page
     end = start if chunk is not None else start + last - first
     tokens = torch.arange(oldest, end, device=rows.positions.device)
-    past = window.read(rows.seq_slots[first] * ring + tokens % ring)
+    past = keys.window.read(rows.seq_slots[first] * ring + tokens % ring)
     if chunk is None:
         return oldest, past
     own = chunk.read(torch.arange(first, last, device=past.device))
@@ -167,9 +146,10 @@ def _window_rows(
 
 
 def _entries(
-    first: int, last: int, entries: Cache, selected: Tensor | None, rows: Rows, ratio: int
+    first: int, last: int, entries: Cache, keys: WindowKeys
 ) -> tuple[Tensor, list[Tensor | int]]:
     """Entries of one sequence and which of them each of its rows attends to."""
+    rows, selected, ratio = keys.rows, keys.selected, keys.ratio
     page_row = rows.page_rows[first]
     visible = rows.visible(ratio)[first:last].tolist()
     if selected is not None and last - first == 1:  # read no more than is used

@@ -9,10 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moet.kernels.attention import Sink
-from moet.kernels.cache import Cache
+from moet.kernels.attention import Sink, WindowKeys
 from moet.kernels.quant import Activations
-from moet.kernels.rows import Rows
 from moet.kernels.stream_gemm import Launcher, pointer
 
 HEADS, WIDTH, ROPE = 64, 512, 64
@@ -49,22 +47,19 @@ def attend_chunk(
     launcher: Launcher,
     q: Tensor,
     sink: Tensor,
-    window: Cache,
-    chunk: Cache,
-    entries: Cache | None,
-    selected: Tensor | None,
+    keys: WindowKeys,
     cos: Tensor,
     sin: Tensor,
-    rows: Rows,
     *,
     scale: float,
-    sliding_window: int,
-    ratio: int,
 ) -> Tensor:
-    """`window_attention` where the step's own rows are in `chunk`. q: [T, 64, 512] bf16."""
+    """`window_attention` where the step's own rows are in a chunk. q: [T, 64, 512] bf16."""
     out = torch.empty_like(q)
     if len(q) == 0:
         return out
+    rows, window, chunk = keys.rows, keys.window, keys.chunk
+    entries, selected = keys.entries, keys.selected
+    assert chunk is not None
     assert q.shape[1:] == (HEADS, WIDTH)
     assert q.is_contiguous()
     assert selected is None or (selected.is_contiguous() and selected.shape[1] <= MAX_CHOSEN)
@@ -89,9 +84,9 @@ def attend_chunk(
         scale=scale * LOG2E,
         rows=len(q),
         chunk_entries=chunk.form.entries_per_page,
-        reach=sliding_window,
+        reach=keys.sliding_window,
         ring=window.form.entries_per_page,
-        ratio=max(1, ratio),
+        ratio=max(1, keys.ratio),
         per_page=1 if entries is None else entries.form.entries_per_page,
         top_k=0 if selected is None else selected.shape[1],
     )
@@ -108,44 +103,19 @@ def attend_chunk(
 def window_attention_q(
     q: Tensor,
     sink: Sink,
-    window: Cache,
-    chunk: Cache | None,
-    entries: Cache | None,
-    selected: Tensor | None,
+    keys: WindowKeys,
     cos: Tensor,
     sin: Tensor,
-    rows: Rows,
     *,
     scale: float,
-    sliding_window: int,
-    ratio: int,
     num_groups: int,
 ) -> Activations:
     from moet.kernels import triton_attention  # which needs Triton; a CPU may have none
 
     assert isinstance(sink, PlacedSink)
-    rest = (entries, selected, cos, sin, rows)
-    if chunk is None:
+    if keys.chunk is None:
         return triton_attention.window_attention_q(
-            q,
-            sink.values,
-            window,
-            None,
-            *rest,
-            scale=scale,
-            sliding_window=sliding_window,
-            ratio=ratio,
-            num_groups=num_groups,
+            q, sink.values, keys, cos, sin, scale=scale, num_groups=num_groups
         )
-    out = attend_chunk(
-        sink.launcher,
-        q,
-        sink.values,
-        window,
-        chunk,
-        *rest,
-        scale=scale,
-        sliding_window=sliding_window,
-        ratio=ratio,
-    )
+    out = attend_chunk(sink.launcher, q, sink.values, keys, cos, sin, scale=scale)
     return Activations(out.view(len(q) * num_groups, -1))

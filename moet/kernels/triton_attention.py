@@ -13,10 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moet.kernels.cache import Cache
+from moet.kernels.attention import WindowKeys
 from moet.kernels.cubin import device_arch
 from moet.kernels.quant import Activations
-from moet.kernels.rows import Rows
 from moet.kernels.triton_attention_tiles import (
     attend_all,
     attend_one,
@@ -236,15 +235,13 @@ def _programs_each(num_tiles: int, dim: int) -> int:
     return min(next(fitting, 1), dim // 64)
 
 
-def _tiles(
-    entries: Cache | None, selected: Tensor | None, rows: Rows, sliding_window: int, ratio: int
-) -> int:
+def _tiles(keys: WindowKeys) -> int:
     """Most tiles that a row's keys come in."""
     most = 0
-    if entries is not None:
-        seen = rows.max_entries(ratio)
-        most = seen if selected is None else min(selected.shape[1], seen)
-    return -(-sliding_window // KEYS) + -(-most // KEYS)
+    if keys.entries is not None:
+        seen = keys.rows.max_entries(keys.ratio)
+        most = seen if keys.selected is None else min(keys.selected.shape[1], seen)
+    return -(-keys.sliding_window // KEYS) + -(-most // KEYS)
 
 
 def _heads_each(q: Tensor) -> int:
@@ -257,36 +254,31 @@ def _heads_each(q: Tensor) -> int:
 def _launch(
     q: Tensor,
     sink: Tensor,
-    window: Cache,
-    chunk: Cache | None,
-    entries: Cache | None,
-    selected: Tensor | None,
+    keys: WindowKeys,
     cos: Tensor,
     sin: Tensor,
-    rows: Rows,
-    out: Tensor,
-    scales: Tensor | None,
-    *,
     scale: float,
-    sliding_window: int,
-    ratio: int,
+    out: Tensor,
+    scales: Tensor | None = None,
 ) -> None:
     """out: values as q, or codes if there are scales for them."""
     num_rows, num_heads, dim = q.shape
     if num_rows == 0:
         return
-    num_tiles = _tiles(entries, selected, rows, sliding_window, ratio)
+    rows, selected = keys.rows, keys.selected
+    chunk, entries = keys.chunk or keys.window, keys.entries or keys.window
+    num_tiles = _tiles(keys)
     whole = num_rows * num_tiles > MAX_PARTS
     heads = _heads_each(q)
     split = 1 if whole else _programs_each(num_rows * num_tiles, dim)
     parts = 0 if whole else num_rows * num_tiles * num_heads
     part_acc = torch.empty(parts * dim, dtype=torch.float32, device=q.device)
     part_sum = torch.empty(parts * 2, dtype=torch.float32, device=q.device)
-    ring, paged = fp8_form(window), fp8_form(entries or window)
+    ring, paged = fp8_form(keys.window), fp8_form(entries)
     outputs = out, sink if scales is None else scales, part_acc, part_sum
     facts = {
-        "WINDOW": sliding_window,
-        "RATIO": ratio if entries is not None else 0,
+        "WINDOW": keys.sliding_window,
+        "RATIO": keys.ratio if keys.entries is not None else 0,
         "TOP_K": 0 if selected is None else selected.shape[1],
         "QUANT": scales is not None,
         "HEADS": num_heads,
@@ -298,9 +290,9 @@ def _launch(
     attend[(num_rows, 1 if whole else num_tiles, triton.cdiv(num_heads, heads) * split)](
         q,
         sink,
-        window.pages,
-        (chunk or window).pages,
-        (entries or window).pages,
+        keys.window.pages,
+        chunk.pages,
+        entries.pages,
         rows.positions if selected is None else selected,
         cos,
         sin,
@@ -312,13 +304,13 @@ def _launch(
         *outputs,
         rows.page_table.stride(0),
         ring.page_bytes,
-        (chunk or window).form.entries_per_page,
+        chunk.form.entries_per_page,
         paged.page_bytes,
         scale * LOG2E,
         RING=ring.entries_per_page,
         ENTRIES=paged.entries_per_page,
         WHOLE=whole,
-        HAS_CHUNK=chunk is not None,
+        HAS_CHUNK=keys.chunk is not None,
         HB=heads,
         SPLIT=split,
         num_warps=8,
@@ -333,63 +325,28 @@ def _launch(
 
 
 def window_attention(
-    q: Tensor,
-    sink: Tensor,
-    window: Cache,
-    chunk: Cache | None,
-    entries: Cache | None,
-    selected: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    rows: Rows,
-    *,
-    scale: float,
-    sliding_window: int,
-    ratio: int,
+    q: Tensor, sink: Tensor, keys: WindowKeys, cos: Tensor, sin: Tensor, *, scale: float
 ) -> Tensor:
     out = torch.empty_like(q)
-    _launch(
-        q,
-        sink,
-        window,
-        chunk,
-        entries,
-        selected,
-        cos,
-        sin,
-        rows,
-        out,
-        None,
-        scale=scale,
-        sliding_window=sliding_window,
-        ratio=ratio,
-    )
+    _launch(q, sink, keys, cos, sin, scale, out)
     return out
 
 
 def window_attention_q(
     q: Tensor,
     sink: Tensor,
-    window: Cache,
-    chunk: Cache | None,
-    entries: Cache | None,
-    selected: Tensor | None,
+    keys: WindowKeys,
     cos: Tensor,
     sin: Tensor,
-    rows: Rows,
     *,
     scale: float,
-    sliding_window: int,
-    ratio: int,
     num_groups: int,
 ) -> Activations:
     num_rows, num_heads, dim = q.shape
     shape = num_rows * num_groups, num_heads * dim // num_groups
-    args = (q, sink, window, chunk, entries, selected, cos, sin, rows)
     if num_rows > CODED_ROWS:
-        out = window_attention(*args, scale=scale, sliding_window=sliding_window, ratio=ratio)
-        return Activations(out.view(shape))
+        return Activations(window_attention(q, sink, keys, cos, sin, scale=scale).view(shape))
     codes = torch.empty(shape, dtype=torch.uint8, device=q.device)
     scales = torch.empty((shape[0], shape[1] // 128), dtype=torch.float32, device=q.device)
-    _launch(*args, codes, scales, scale=scale, sliding_window=sliding_window, ratio=ratio)
+    _launch(q, sink, keys, cos, sin, scale, codes, scales)
     return Activations(None, codes, scales)

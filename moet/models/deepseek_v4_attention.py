@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from moet.kernels.attention import Sink, chunks_fit, window_attention_q
+from moet.kernels.attention import Sink, WindowKeys, chunks_fit, window_attention_q
 from moet.kernels.attention_inputs import CompressorSite, attention_inputs
 from moet.kernels.cache import EntryFormat, copy_entries
 from moet.kernels.device_attention import PlacedSink
@@ -279,20 +279,17 @@ class Attention:
             eps=self.eps,
             quantised=self.indexer.quantised if self.indexer else False,
         )
-        o = self._attend(
-            q,
-            self.sink,
+        keys = WindowKeys(
+            step.rows,
             ring,
             chunk,
             self.compressor.entries.cache(step.kv) if self.compressor else None,
             self._selected(index_q, projected, step),
-            *cos_sin,
-            step.rows,
-            scale=self.head_dim**-0.5,
-            sliding_window=self.sliding_window,
-            ratio=self.ratio,
-            num_groups=self.num_groups,
+            self.sliding_window,
+            self.ratio,
         )
+        scale, groups = self.head_dim**-0.5, self.num_groups
+        o = self._attend(q, self.sink, keys, *cos_sin, scale=scale, num_groups=groups)
         if chunk is not None:
             self._copy(chunk, ring, step.ring_slots)
         return self.wo_b(self.wo_a(o).flatten(1))

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from moet.kernels.attention import window_attention
+from moet.kernels.attention import WindowKeys, window_attention
 from moet.kernels.cache import Fp8Rows
 from moet.kernels.device_attention import HEADS, ROPE, WIDTH, attend_chunk
 from moet.kernels.rope import rope_cos_sin
@@ -44,15 +44,10 @@ def test_a_chunk_attends_as_its_reference_does(kind: str, launcher: Emulator) ->
     args = (
         torch.randn(num, HEADS, WIDTH).bfloat16(),
         torch.randn(HEADS),
-        ring,
-        chunk,
-        entries,
-        selected,
+        WindowKeys(rows, ring, chunk, entries, selected, 100, ratio),
         *rope_cos_sin(rows.positions, torch.rand(ROPE // 2)),
-        rows,
     )
-    settings = {"scale": WIDTH**-0.5, "sliding_window": 100, "ratio": ratio}
-    want = window_attention(*args, **settings)
-    got = attend_chunk(launcher, *args, **settings)  # type: ignore[arg-type]
+    want = window_attention(*args, scale=WIDTH**-0.5)
+    got = attend_chunk(launcher, *args, scale=WIDTH**-0.5)
     error = (got.float() - want.float()).abs().max()
     assert error <= window_attention.tolerance * want.float().abs().max(), float(error)

@@ -93,9 +93,7 @@ def test_slices_keep_scales_whole(width: int) -> None:
 
 
 @pytest.mark.parametrize("op", [linear_share, linear_share_fp8])
-def test_shares_sum_to_the_same_whatever_their_number(
-    op: Op[..., Tensor],
-) -> None:
+def test_shares_sum_to_the_same_whatever_their_number(op: Op[..., Tensor]) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(3, 1024).bfloat16(), streamed(torch.randn(96, 1024))
     whole = op(x, weight, num_slices=4)

@@ -17,6 +17,7 @@ from moet.kernels import (
     triton_places,
     triton_rows,
 )
+from moet.kernels.attention import WindowKeys
 from moet.kernels.attention_inputs import CompressorSite
 from moet.kernels.cache import Cache, Fp8Rows, Mxfp4Rows, PlainRows
 from moet.kernels.cubin import device_arch
@@ -229,29 +230,31 @@ class Released:
             1, visible // TOP_K
         )
         chosen = torch.where(chosen < visible, chosen, -1).expand(self.n, -1).contiguous()
-        settings = {"scale": WIDTH**-0.5, "sliding_window": WINDOW}
-        attend = triton_attention.window_attention_q
+        attend, scale = triton_attention.window_attention_q, WIDTH**-0.5
 
-        def call(entries: Cache | None, selected: Tensor | None, ratio: int) -> object:
-            state = (sink, ring, chunk, entries, selected)
-            return attend(
-                q, *state, *self.cos_sin, self.rows, **settings, ratio=ratio, num_groups=8
-            )
+        def call(keys: WindowKeys) -> object:
+            return attend(q, sink, keys, *self.cos_sin, scale=scale, num_groups=8)
 
         csa, hca = self.kv(64, self.num_pages), self.kv(2, self.num_pages)
-        states = {"csa": (csa, chosen, 4), "window": (None, None, 0), "hca": (hca, None, 128)}
+        states = {
+            name: WindowKeys(self.rows, ring, chunk, entries, selected, WINDOW, ratio)
+            for name, entries, selected, ratio in (
+                ("csa", csa, chosen, 4),
+                ("window", None, None, 0),
+                ("hca", hca, None, 128),
+            )
+        }
         found: dict[str, Callable[[], object]] = {
-            f"attention_{name}": lambda state=state: call(*state) for name, state in states.items()
+            f"attention_{name}": lambda state=state: call(state) for name, state in states.items()
         }
         if self.device.type == "cuda" and chunk is not None:
             launcher = Device.open(device_arch(self.device), self.device).launcher
 
-            def tiled(entries: Cache | None, selected: Tensor | None, ratio: int) -> object:
-                own = (sink, ring, chunk, entries, selected, *self.cos_sin, self.rows)
-                return attend_chunk(launcher, q, *own, **settings, ratio=ratio)
+            def tiled(keys: WindowKeys) -> object:
+                return attend_chunk(launcher, q, sink, keys, *self.cos_sin, scale=scale)
 
             found |= {
-                f"attention_{name}_cuda": lambda state=state: tiled(*state)
+                f"attention_{name}_cuda": lambda state=state: tiled(state)
                 for name, state in states.items()
             }
         return found

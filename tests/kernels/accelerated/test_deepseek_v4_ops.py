@@ -17,7 +17,7 @@ from moet.kernels import (
     triton_places,
     triton_rows,
 )
-from moet.kernels.attention import window_attention
+from moet.kernels.attention import WindowKeys, window_attention
 from moet.kernels.attention_inputs import CompressorSite, attention_inputs
 from moet.kernels.cache import Cache, Fp8Rows, Mxfp4Rows, PlainRows, copy_entries, write_kv
 from moet.kernels.compressor import compress
@@ -310,12 +310,12 @@ def test_window_attention(
         selected = index_select(
             *index_inputs(rows, device), rows, ratio=4, top_k=32, gate_scale=0.3
         )
-    args = (q, sink, window, chunk, entries, selected, *angles(rows.positions), rows)
-    settings = {"scale": 1 / math.sqrt(DIM), "sliding_window": window_size, "ratio": ratio}
-    got = triton_attention.window_attention(*args, **settings)
-    want = window_attention(*args, **settings)
+    keys = WindowKeys(rows, window, chunk, entries, selected, window_size, ratio)
+    args, scale = (q, sink, keys, *angles(rows.positions)), 1 / math.sqrt(DIM)
+    got = triton_attention.window_attention(*args, scale=scale)
+    want = window_attention(*args, scale=scale)
     assert_close(got, want, window_attention.tolerance)
-    coded = triton_attention.window_attention_q(*args, **settings, num_groups=2)
+    coded = triton_attention.window_attention_q(*args, scale=scale, num_groups=2)
     rounded = fp8_qdq(got.view(2 * n, heads * DIM // 2).float(), block=128)
     assert torch.equal(coded.decoded(), rounded)
     assert (got[rows.positions < 0] == 0).all()
@@ -370,7 +370,6 @@ def test_rows_do_not_depend_on_company(device: torch.device) -> None:
     entries = paged(Fp8Rows(NOPE, ROPE, 64), rows)
     heads = randn(len(q), 64, DIM, device=device)
     sink = randn(64, device=device, dtype=torch.float32)
-    settings = {"scale": 0.1, "sliding_window": 40, "ratio": 4}
 
     def attend(part: slice) -> Tensor:
         some = Rows(
@@ -382,17 +381,9 @@ def test_rows_do_not_depend_on_company(device: torch.device) -> None:
             page_size=rows.page_size,
             short=True,
         )
-        return triton_attention.window_attention(
-            heads[part],
-            sink,
-            window,
-            None,
-            entries,
-            chosen[part],
-            *angles(some.positions),
-            some,
-            **settings,
-        )
+        keys = WindowKeys(some, window, None, entries, chosen[part], 40, 4)
+        cos_sin = angles(some.positions)
+        return triton_attention.window_attention(heads[part], sink, keys, *cos_sin, scale=0.1)
 
     assert torch.equal(attend(slice(7, 8)), attend(slice(0, None))[7:8])
 
@@ -424,12 +415,11 @@ def test_long_steps_compute_a_row_as_short_ones_do(
             *index_inputs(short, device), short, ratio=4, top_k=160, gate_scale=0.3
         )
     state = randn(64, device=device, dtype=torch.float32), randn(n, 64, DIM, device=device)
-    settings = {"scale": 0.1, "sliding_window": 40, "ratio": ratio}
 
     def attend(window: Cache, own: Cache | None, rows: Rows) -> Tensor:
         sink, q = state
-        args = (q, sink, window, own, entries, selected, *cos_sin, rows)
-        return triton_attention.window_attention(*args, **settings)
+        keys = WindowKeys(rows, window, own, entries, selected, 40, ratio)
+        return triton_attention.window_attention(q, sink, keys, *cos_sin, scale=0.1)
 
     tiles = attend(written, None, short)
     assert torch.equal(tiles, attend(ring, chunk, long))

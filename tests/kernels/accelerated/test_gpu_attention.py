@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from moet.kernels import device_latents, triton_attention, triton_mla_attention
+from moet.kernels.attention import WindowKeys
 from moet.kernels.cache import Fp8Rows
 from moet.kernels.cubin import device_arch
 from moet.kernels.device_attention import HEADS, ROPE, WIDTH, attend_chunk
@@ -37,22 +38,17 @@ def test_chunks_have_the_bits_of_tiles(kind: str, device: torch.device) -> None:
     args = (
         4 * torch.randn(num, HEADS, WIDTH, device=device).bfloat16(),
         torch.randn(HEADS, device=device),
-        ring,
-        chunk,
-        entries,
-        selected,
+        WindowKeys(rows, ring, chunk, entries, selected, 128, ratio),
         *rope_cos_sin(rows.positions, torch.rand(ROPE // 2, device=device)),
-        rows,
     )
-    settings = {"scale": WIDTH**-0.5, "sliding_window": 128, "ratio": ratio}
-    wanted = triton_attention.window_attention(*args, **settings)
+    wanted = triton_attention.window_attention(*args, scale=WIDTH**-0.5)
     launcher = Device.open("sm90a", device).launcher
-    found = attend_chunk(launcher, *args, **settings)  # type: ignore[arg-type]
+    found = attend_chunk(launcher, *args, scale=WIDTH**-0.5)
     assert wanted.isfinite().all()
     off = (found != wanted).flatten(1).any(1)
     gap = (found.float() - wanted.float()).abs().max()
     assert not off.any(), f"{int(off.sum())} of {num} rows differ, by {float(gap)}"
-    again = attend_chunk(launcher, *args, **settings)  # type: ignore[arg-type]
+    again = attend_chunk(launcher, *args, scale=WIDTH**-0.5)
     assert torch.equal(found, again)
 
 
