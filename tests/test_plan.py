@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -19,6 +20,22 @@ ROOT = Path(__file__).parents[1]
 def test_recipes_are_up_to_date() -> None:
     page = (ROOT / "docs" / "recipes.md").read_text("utf-8")
     assert page == recipes(), "run: moet plan --recipes > docs/recipes.md"
+
+
+def test_the_readme_tells_what_the_recipes_do() -> None:
+    row = r"^\| (\S+?)(?:x(\d))? \| ([\d,]+) \|.*\| ([\d,]+) \| ([\d,]+) \|$"
+    rows = re.findall(row, recipes(), re.MULTILINE)
+    half = len(rows) // 2
+    assert half == 9
+    page = (ROOT / "README.md").read_text("utf-8")
+    for first, second in zip(rows[:half], rows[half:], strict=True):
+        name = first[0].replace("-", " ").upper()
+        cards = f"{first[1]} x {name}" if first[1] else name
+        cells = [
+            f"{window} tokens, {max(plain, drafted, key=lambda n: int(n.replace(',', '')))} tok/s"
+            for _, _, window, plain, drafted in (first, second)
+        ]
+        assert f"| {cards} | {cells[0]} | {cells[1]} |" in page
 
 
 def test_commands_are_understood_by_the_command_line() -> None:
