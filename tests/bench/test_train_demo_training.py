@@ -33,10 +33,10 @@ def trainer(family: Family) -> Trainer:
 def test_steps_lower_the_loss(family: Family) -> None:
     small, source = trainer(family), rows(renderer(family), 130, 1)
     offset, losses = torch.zeros(1, dtype=torch.long), []
-    for step in range(12):
+    for step in range(9):
         batch = np.stack([next(source) for _ in range(2)])
         ids, weights = split(batch, renderer(family).pad, "cpu")
-        now = Phase(4e-3 * min(1, (step + 1) / 4), 0, step >= 9)
+        now = Phase(4e-3 * min(1, (step + 1) / 4), 0, step >= 7)
         shown = small.step(
             ids, weights, now, len(ids), sparse=step % 2 == 0, offset=offset, stride=8
         )

@@ -66,7 +66,7 @@ V4 = replace(
     vocab_size=260,
 )
 NARROW = replace(V4, moe_intermediate_size=64, vocab_size=257)  # experts and head stay whole
-GROUPS = {"none": ((2, 2),), "deployed": ((2, 1), (4, 1), (1, 2))}
+GROUPS = {"none": ((2, 2),), "deployed": ((4, 1), (1, 2))}
 IDS = GOLDEN_IDS[:140]
 CHUNKS = [131, 1, 3]
 
