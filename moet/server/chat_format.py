@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from moet.errors import ConfigError
@@ -17,11 +18,15 @@ from moet.server.chat.tags import CallWriter
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """How a model's prompts are written, its answers read and its calls held to their schemas."""
+    """How a model's prompts are written, its answers read and its calls held to their schemas.
+
+    fill_in: the prompt whose completion belongs between two texts, of models that know one.
+    """
 
     encoding: ChatEncoding
     lexicon: Lexicon
     calls: CallWriter
+    fill_in: Callable[[str, str], list[int]] | None = None
 
 
 def chat_format(text: TextSide) -> ChatFormat:
@@ -31,10 +36,10 @@ def chat_format(text: TextSide) -> ChatFormat:
     if model_type == "deepseek_v4":
         ladder: Ladder = "0731" if "dspark_block_size" in config else "preview"
         lexicon = Lexicon(deepseek_v4_grammar.GRAMMAR, tokenizer)
-        return ChatFormat(DeepseekV4Encoding(tokenizer, ladder), lexicon, DsmlCalls(tokenizer))
+        encoding = DeepseekV4Encoding(tokenizer, ladder)
+        return ChatFormat(encoding, lexicon, DsmlCalls(tokenizer), encoding.encode_fim)
     if model_type == "glm_moe_dsa":
         lexicon = Lexicon(glm_grammar.GRAMMAR, tokenizer)
-        encoding = GlmEncoding(tokenizer, text.chat_template)
-        return ChatFormat(encoding, lexicon, GlmCalls(tokenizer))
+        return ChatFormat(GlmEncoding(tokenizer, text.chat_template), lexicon, GlmCalls(tokenizer))
     message = f"config.json names the model type {model_type!r}, whose chat format is unknown; "
     raise ConfigError(message + "use /v1/completions")

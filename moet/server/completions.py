@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from moet.errors import RequestError
@@ -24,18 +25,28 @@ MAX_CHOICES = 1024
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
-def completion_answer(engine: Engine, body: CompletionRequest, model: str) -> Answer:
-    """Check a request and prepare its answer. RequestError names what is wrong."""
+FillIn = Callable[[str, str], list[int]]
+
+
+def completion_answer(
+    engine: Engine, body: CompletionRequest, model: str, fill_in: FillIn
+) -> Answer:
+    """Check a request and prepare its answer. RequestError names what is wrong.
+
+    fill_in: makes the prompt whose completion stands between two texts.
+    """
     body.check_shared()
-    requests = _requests(engine, body)
+    requests = _requests(engine, body, fill_in)
     tokenizer = engine.text.tokenizer
     choices = [_Choice(body, index, each, tokenizer) for index, each in enumerate(requests)]
     header = Header("cmpl", "text_completion", model, body.request_id)
     return Answer(engine, body, requests, choices, header, prompt_field="prompt")
 
 
-def _requests(engine: Engine, body: CompletionRequest) -> list[Request]:
+def _requests(engine: Engine, body: CompletionRequest, fill_in: FillIn) -> list[Request]:
     prompts = body.prompts()
+    if body.suffix:
+        prompts = [fill_in(str(prompts[0]), body.suffix)]
     samples = 1 if body.n is None else body.n
     if samples * len(prompts) > MAX_CHOICES:
         message = f"n times the number of prompts is {samples * len(prompts)}"

@@ -21,8 +21,8 @@ from moet.server.chat_format import ChatFormat
 from moet.server.completions import completion_answer
 from moet.server.exchange import Exchange
 from moet.server.openai import (
+    REFUSED,
     REFUSED_CHAT,
-    REFUSED_COMPLETION,
     ChatRequest,
     CompletionRequest,
 )
@@ -69,9 +69,9 @@ class Endpoints:
     # Generation
 
     async def completions(self, request: Request) -> Response:
-        body = await self.bodies.read(request, CompletionRequest, REFUSED_COMPLETION)
+        body = await self.bodies.read(request, CompletionRequest, REFUSED)
         model = self.served.name_of(body.model)
-        answer = await _made("prompt", completion_answer, self.engine, body, model)
+        answer = await _made("prompt", completion_answer, self.engine, body, model, self._fill_in)
         return await self._answer(request, answer, stream=bool(body.stream))
 
     async def chat(self, request: Request) -> Response:
@@ -128,6 +128,14 @@ class Endpoints:
         finally:
             generation.close()
         return Response(status_code=CLIENT_GONE) if body is None else json_response(body)
+
+    def _fill_in(self, before: str, behind: str) -> list[int]:
+        """The prompt whose completion stands between two texts; RequestError if there is none."""
+        fill_in = self.served.form.fill_in
+        if fill_in is None:
+            message = "suffix is not supported: this model's way to fill in the middle is unknown"
+            raise RequestError(message, param="suffix")
+        return fill_in(before, behind)
 
     # Text
 

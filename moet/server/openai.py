@@ -30,9 +30,6 @@ REFUSED = {
     "repetition_detection": "use repetition_penalty",
     "prompt_embeds": "only tokens and text are taken",
 }
-REFUSED_COMPLETION = REFUSED | {
-    "suffix": "write the model's fill-in-the-middle tokens into the prompt",
-}
 REFUSED_CHAT = REFUSED | {
     "functions": "use tools",
     "function_call": "use tool_choice",
@@ -139,12 +136,16 @@ class CompletionRequest(SharedFields, kw_only=True):
     """POST /v1/completions."""
 
     prompt: str | list[Any]
+    suffix: str | None = None
     echo: bool | None = None
     logprobs: int | None = None
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts one by one: texts or token ids."""
         prompt = self.prompt
+        if self.suffix and (not isinstance(prompt, str) or self.echo):
+            message = "suffix needs a prompt that is one string, and no echo"
+            raise RequestError(message, param="suffix")
         if isinstance(prompt, str):
             return [prompt]
         if not prompt:

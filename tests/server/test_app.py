@@ -229,7 +229,7 @@ def test_a_body_over_the_limit_is_a_413_declared_or_not() -> None:
         ({"prompt": "p", "logprobs": 10**6}, "logprobs"),
         ({"prompt": "p", "best_of": 2}, "best_of"),
         ({"prompt": "p", "guided_json": {"type": "object"}}, "guided_json"),
-        ({"prompt": "p", "suffix": "end"}, "suffix"),
+        ({"prompt": ["p"], "suffix": "end"}, "suffix"),
         ({"prompt": "p", "cache_salt": 5}, "cache_salt"),
         ({"prompt": "p", "request_id": "x" * 1000}, "request_id"),
     ],

@@ -172,3 +172,15 @@ def test_prompt_logprobs_and_token_ids_on_request() -> None:
         assert second[str(ids("b")[0])] == {"logprob": -0.25, "decoded_token": "b"}
         assert choice["prompt_token_ids"] == ids("ab")
         assert choice["token_ids"][0] == ids("c")[0]
+
+
+def test_a_suffix_is_what_the_answer_leads_to() -> None:
+    with serving(saying("x")) as api:
+        asked = {"prompt": "def f(", "suffix": "):<think>"}
+        assert api.post(PATH, asked).json()["choices"][0]["text"] == "x"
+        [begin, *before] = ids("<｜fim▁begin｜>def f(")
+        [hole] = ids("<｜fim▁hole｜>")
+        [_, *prompt] = api.core.submitted[-1].prompt_token_ids
+        assert prompt[: len(before) + 2] == [begin, *before, hole]
+        assert len(prompt) == len(before) + 2 + len("):<think>") + 1  # text makes no control token
+        assert api.post(PATH, {**asked, "echo": True}).status_code == 400
