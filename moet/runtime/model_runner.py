@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
+from collections.abc import Callable
 from time import perf_counter
 
 import torch
@@ -61,6 +62,7 @@ class ModelRunner:
         self.experts = experts
         self.kv = kv
         self.sampler = sampler
+        self.on_fault: Callable[[str], None] = lambda fault: None  # told at once, and may raise
         self._admitted: set[int] = set()
         device = sampler.last_token.device
         self.page_table = torch.full((num_seq_slots, max_pages_per_seq), -1, device=device)
@@ -113,10 +115,11 @@ class ModelRunner:
                 self._command(command)
             except Exception as error:  # one sequence's trouble must not lose the others' copies
                 logger.exception("a command of a step failed")
-                if isinstance(command, Keep):
-                    raise  # the books would speak of bytes that are not there
+                if isinstance(command, Keep | BringPages | BringSnapshot):
+                    raise  # the books would speak of bytes that are not there, to anybody
                 if not isinstance(command, Release | SetPages):
                     command.seq.fault = f"set-up failed: {type(error).__name__}: {error}"
+                    self.on_fault(command.seq.fault)
 
     def _command(self, command: Command) -> None:
         match command:

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from moet.runtime.batch import Row, forward_input
+from moet.runtime.batch import BringPages, BringSnapshot, Row, SwapIn, forward_input
 from moet.runtime.core import EngineCore
+from moet.runtime.model_runner import ModelRunner
 from moet.runtime.sequence import Sequence
 from moet.types import FinishReason, Request, SamplingParams
 from tests.fakes import FakeModel, drain, expected_greedy, make_core, request, tokens_of
@@ -94,6 +95,18 @@ def test_slots_of_a_step_are_distinct_and_in_range() -> None:
         slots = inputs.seq_slots.tolist()
         assert len(set(slots)) == len(slots)
         assert set(slots) <= {0, 1, 2}
+
+
+def test_cached_state_that_does_not_come_is_not_one_sequences_trouble() -> None:
+    """Others may have been told to start from it already; what is moved is a sequence's own."""
+    runner, seq, nowhere = make_core()._runner, _seq([1, 2, 3]), [10**6]
+    assert isinstance(runner, ModelRunner)
+    for command in (BringPages(seq, [0], nowhere), BringSnapshot(seq, 0, nowhere)):
+        with pytest.raises(IndexError):
+            runner.commands([command])
+    assert seq.fault is None
+    runner.commands([SwapIn(seq, 0, [0], nowhere, nowhere)])
+    assert "set-up failed" in str(seq.fault)
 
 
 def _greedy(name: str, prompt: list[int], **params: object) -> Request:
