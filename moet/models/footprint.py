@@ -203,10 +203,13 @@ def _deepseek_v4(
     if "index_keys" in groups:
         reads.append(_read(groups["index_keys"], 4, None, score))
     streams = 3 * config.hc_mult * config.hidden_size * 2
+    attention_bytes = streams + 4 * heads * width
     return _footprint(
-        DEEPSEEK_V4, raw, release, num_spec_tokens, kv_dtype, dense_dtype, spec, tuple(reads),
-        "mtp.", streams + 4 * heads * width, deepseek_v4_phases(config),
-    )  # fmt: skip
+        _Model(DEEPSEEK_V4, release, "mtp.", attention_bytes, deepseek_v4_phases(config)),
+        _State(spec, tuple(reads), kv_dtype, num_spec_tokens),
+        raw,
+        dense_dtype,
+    )
 
 
 def _glm(
@@ -230,39 +233,54 @@ def _glm(
     )
     absorbed = 2 * heads * (2 * config.kv_lora_rank + config.qk_rope_head_dim)
     prefix = f"model.layers.{config.num_hidden_layers}."
+    attention_bytes = 8 * config.hidden_size + absorbed
     return _footprint(
-        GLM, raw, release, num_spec_tokens, kv_dtype, dense_dtype, spec, reads,
-        prefix, 8 * config.hidden_size + absorbed, glm_phases(config),
-    )  # fmt: skip
+        _Model(GLM, release, prefix, attention_bytes, glm_phases(config)),
+        _State(spec, reads, kv_dtype, num_spec_tokens),
+        raw,
+        dense_dtype,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """What a model's own words say. attention_bytes: of a token in a step, beside its experts."""
+
+    architecture: str
+    release: Release
+    draft_prefix: str
+    attention_bytes: int
+    phases: tuple[Phase, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What it keeps, and how much of that a token reads."""
+
+    spec: KVCacheSpec
+    reads: tuple[KVRead, ...]
+    kv_dtype: KVDtype
+    num_spec_tokens: int
 
 
 def _footprint(
-    architecture: str,
-    raw: Mapping[str, Any],
-    release: Release,
-    num_spec_tokens: int,
-    kv_dtype: KVDtype,
-    dense_dtype: DenseDtype,
-    spec: KVCacheSpec,
-    reads: tuple[KVRead, ...],
-    draft_prefix: str,
-    attention_bytes: int,
-    phases: tuple[Phase, ...],
+    model: _Model, state: _State, raw: Mapping[str, Any], dense_dtype: DenseDtype
 ) -> Footprint:
-    config, experts, drafts = release.config, release.experts, num_spec_tokens > 0
+    release, prefix, drafts = model.release, model.draft_prefix, state.num_spec_tokens > 0
+    config, experts = release.config, release.experts
     specs = release.dense_specs(dense_dtype)
     form = row_formats(experts.hidden_size, experts.moe_intermediate_size, experts.fp4)
     width, hidden = experts.moe_intermediate_size, experts.hidden_size
     decoder_layers = [i for i in experts.layers if i < config.num_hidden_layers]
     mixture = 2 * config.num_experts_per_tok * (2 * width + hidden)
     return Footprint(
-        architecture=architecture,
+        architecture=model.architecture,
         config=raw,
-        kv_dtype=kv_dtype,
+        kv_dtype=state.kv_dtype,
         dense_dtype=dense_dtype,
-        num_spec_tokens=num_spec_tokens,
-        dense=_dense(s for s in specs if not s.name.startswith(draft_prefix)),
-        draft=_dense(s for s in specs if s.name.startswith(draft_prefix)) if drafts else None,
+        num_spec_tokens=state.num_spec_tokens,
+        dense=_dense(s for s in specs if not s.name.startswith(prefix)),
+        draft=_dense(s for s in specs if s.name.startswith(prefix)) if drafts else None,
         head_bytes=_sum(s for s in specs if s.name in _HEADS),
         draft_head_bytes=Share(split=_fp8_bytes(config.vocab_size, hidden) if drafts else 0),
         num_layers=config.num_hidden_layers,
@@ -273,13 +291,13 @@ def _footprint(
         top_k=config.num_experts_per_tok,
         row_bytes={tier: rows.row_bytes for tier, rows in form.items()},
         weights_per_expert=3 * width * hidden,
-        kv=spec,
-        kv_reads=reads,
+        kv=state.spec,
+        kv_reads=state.reads,
         hidden_size=hidden,
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_position_embeddings,
-        step_bytes_per_token=attention_bytes + mixture,
-        phases=phases,
+        step_bytes_per_token=model.attention_bytes + mixture,
+        phases=model.phases,
         sub_rows=form["w2"].num_sub_rows,
     )
 
