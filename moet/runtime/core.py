@@ -32,6 +32,7 @@ from moet.runtime.experts.precision import PrecisionSet
 from moet.runtime.experts.serving import Served
 from moet.runtime.grammar_compiler import CompileJob, GrammarCompiler
 from moet.runtime.metrics import CoreInfo, CoreStats, Counters, ExpertStats
+from moet.runtime.model_runner import ModelRunner
 from moet.runtime.prefix_cache import root_key
 from moet.runtime.scheduler import Scheduler
 from moet.runtime.sequence import Sequence
@@ -244,6 +245,12 @@ class EngineCore:
         batch = self._scheduler.schedule()
         if batch is not None:
             self._in_flight.append((batch, self.launch(batch)))
+
+    def on_fault(self, tell: Callable[[str], None]) -> None:
+        """Call `tell`, which may raise to end the step, as soon as a part of a batch fails, before
+        the rest of it is carried out without that part."""
+        runner = self._runner
+        (runner if isinstance(runner, ModelRunner) else runner.eager).on_fault = tell
 
     @property
     def launches(self) -> bool:

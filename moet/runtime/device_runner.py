@@ -187,7 +187,15 @@ class DeviceRunner:
                 self.eager.run_rows(self._told(batch.rows), others, result)
                 self._take_fault(others, result)
                 result.device_s = perf_counter() - started_s
+            self._tell_of_faults(result)
         return pending
+
+    def _tell_of_faults(self, result: StepResult) -> None:
+        """What has failed here and now, though its rows hear of it when results are due."""
+        if result.failed:
+            self.eager.on_fault(next(iter(result.errors.values())))
+        if self._pass is not None and self._pass.error is not None:
+            self.eager.on_fault(f"a part of a pass failed: {self._pass.error}")
 
     def _chunk_parts(self, rows: list[Row]) -> Generator[None, None, PendingChunks]:
         chunks = [_chunk(row) for row in rows]
@@ -376,8 +384,7 @@ def _chunk(row: Row) -> Chunk:
     kind = kind_of(params, masked=row.masks is not None) if row.sample else None
     # As the drafter says: of prompts every row, of what is generated those of who drafts.
     seen = row.start < row.seq.prompt_len or row.seq.num_spec_tokens > 0
-    is_followed = row.sample or row.next_token is not None
-    num_to_draft = row.num_to_draft if seen and is_followed else -1
+    num_to_draft = row.num_to_draft if seen else -1
     told = params.logprobs is not None
     return Chunk(
         row.slot, row.start, row.token_ids, kind, row.masks, row.next_token, num_to_draft, told

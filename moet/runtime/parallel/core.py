@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NoReturn
 
 from moet.errors import RequestError
 from moet.runtime.batch import Batch, StepResult
@@ -38,6 +39,7 @@ class LeadingCore(EngineCore):
         """Take charge of the other ranks."""
         self._group, self._ranks, self._writer = group, ranks, StepWriter()
         self._is_compared = True
+        end_on_faults(group, self)
 
     @property
     def has_work(self) -> bool:
@@ -143,9 +145,20 @@ def compared(group: Group, step: int, result: StepResult) -> StepResult:
     return result
 
 
+def end_on_faults(group: Group, core: EngineCore) -> None:
+    """Have what fails on this rank end the group at once: it would go on with other rows than the
+    others, whose collectives then wait, bring nonsense, or abort the process."""
+
+    def tell(fault: str) -> NoReturn:
+        raise GroupError(group.monitor.fail(f"{group.name} failed in step {group.step}: {fault}"))
+
+    core.on_fault(tell)
+
+
 def follow(group: Group, core: EngineCore) -> None:
     """Carry out what rank 0 announces until it says stop. Raises GroupError if the group ends, as
     it does with whatever goes wrong here."""
+    end_on_faults(group, core)
     try:
         _carry_out(group, core)
     except GroupError:
