@@ -80,7 +80,7 @@ def watch(model: DeepseekV4, kept: Kept) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Mixture:
+class MixtureCall:
     """What a call of prefill_gemm.mixture got, and the hidden values that it made."""
 
     launcher: Launcher
@@ -134,21 +134,21 @@ class Mixture:
         )
 
 
-class Mixtures:
+class MixtureCalls:
     """Stands before prefill_gemm.mixture and keeps what it got."""
 
-    def __init__(self, call: Callable[..., Tensor], kept: Kept, calls: list[Mixture]) -> None:
+    def __init__(self, call: Callable[..., Tensor], kept: Kept, calls: list[MixtureCall]) -> None:
         self.call, self.kept, self.calls = call, kept, calls
 
     def __call__(self, launcher: Any, pool: Any, *args: Any, **kwargs: Any) -> Tensor:
         result = self.call(launcher, pool, *args, **kwargs)
         hidden = next(v for name, v in reversed(self.kept) if name.startswith("moe.gate_up"))
         limit, error = kwargs["limit"], kwargs["error"]
-        self.calls.append(Mixture(launcher, pool, *args, limit, error, hidden))
+        self.calls.append(MixtureCall(launcher, pool, *args, limit, error, hidden))
         return result
 
 
-def explain(whole: Mixture, part: Mixture, first: int) -> Results | None:
+def explain(whole: MixtureCall, part: MixtureCall, first: int) -> Results | None:
     """Which of two launches made a row that differs, right or wrong, and what its tile was.
 
     first: token of `whole` that is the part's first.
@@ -189,7 +189,7 @@ def explain(whole: Mixture, part: Mixture, first: int) -> Results | None:
 
 
 @contextmanager
-def watching_experts(kept: Kept, calls: list[Mixture]) -> Iterator[None]:
+def watching_experts(kept: Kept, calls: list[MixtureCall]) -> Iterator[None]:
     """Record what the parts of the experts' layer return, too."""
     places = [
         (device_moe, "route"),
@@ -202,7 +202,7 @@ def watching_experts(kept: Kept, calls: list[Mixture]) -> Iterator[None]:
     held = [(place, name, getattr(place, name)) for place, name in places]
     for place, name, call in held:
         setattr(place, name, Recorder(f"moe.{name}", call, kept))
-    prefill_gemm.mixture = Mixtures(prefill_gemm.mixture, kept, calls)  # type: ignore[assignment]
+    prefill_gemm.mixture = MixtureCalls(prefill_gemm.mixture, kept, calls)  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -288,7 +288,7 @@ class Trial:
         assert isinstance(made.model, DeepseekV4)
         self.model, self.experts = made.model, made.experts
         self.kept: Kept = []
-        self.calls: list[Mixture] = []
+        self.calls: list[MixtureCall] = []
         watch(self.model, self.kept)
         sizes = {"paged": 12, "ring": 2}
         self.kv = {

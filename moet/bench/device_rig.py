@@ -11,11 +11,12 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import median
 from time import perf_counter
 
 import torch
+from torch import Tensor
 
 from moet.bench.rig import Shape
 from moet.models.base import ExpertProvider
@@ -70,24 +71,16 @@ class DeviceRig:
         self.queue = placement.queue
         device = self.queue.device
         spare = SPARE_TOKENS + num_drafts
-        pages = [-(-(n + spare) // spec.page_size) for n in (longest, others)]
-        self._pages = [list(range(pages[0]))]
-        for _ in range(num_seqs - 1):
-            first = self._pages[-1][-1] + 1
-            self._pages.append(list(range(first, first + pages[1])))
-        num_pages = self._pages[-1][-1] + 1
+        self._pages = _pages([longest + spare, *[others + spare] * (num_seqs - 1)], spec.page_size)
         self.kv = KVCache(
             spec,
-            num_pages=num_pages,
+            num_pages=sum(map(len, self._pages)),
             num_seq_slots=num_seqs,
             num_host_blocks=0,
             num_snapshots=0,
             device=str(device),
         )
-        table = torch.full((num_seqs, max(map(len, self._pages))), -1)
-        for slot, own in enumerate(self._pages):
-            table[slot, : len(own)] = torch.tensor(own)
-        table = table.to(device)
+        table = _table(self._pages).to(device)
         self.sampler = SamplerState(num_seqs, model.vocab_size, device)
         state = self.sampler.tensors()
         self._draw = random.Random(0)
@@ -121,7 +114,6 @@ class DeviceRig:
             fault=placement.fault,
             arch=placement.arch,
         )
-
         self.queue.settle()  # all of this was launched outside of the queue
 
     def fill(self) -> None:
@@ -223,6 +215,18 @@ class DeviceRig:
 
     def _tokens(self, num: int) -> list[int]:
         return [self._draw.randrange(self.model.vocab_size) for _ in range(num)]
+
+
+def _pages(lengths: Sequence[int], page_size: int) -> list[range]:
+    """Pages of sequences that have room for so many tokens, one behind the other."""
+    borders = accumulate((-(-tokens // page_size) for tokens in lengths), initial=0)
+    return [range(first, last) for first, last in pairwise(borders)]
+
+
+def _table(pages: Sequence[Sequence[int]]) -> Tensor:
+    """[sequences, most pages] int64; -1 behind the last of a sequence."""
+    rows = [torch.tensor(own) for own in pages]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
 
 
 def _read(step: PendingStep) -> PendingStep:
