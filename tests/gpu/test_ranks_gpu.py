@@ -135,7 +135,7 @@ def require_alike(found: Answers, alone: Answers) -> None:
     told = "\n".join(lines)
     print(told)
     assert median(off) < NEAR, told
-    assert 2 * num_same >= len(lines), told
+    assert 4 * num_same >= len(lines), told  # an unlike model has one of thousands alike
 
 
 def test_two_tensor_ranks(of_ranks: list[Answers], alone: Answers) -> None:
