@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from moet import __version__, log
+from moet import __version__, log, pasted_flags
 from moet.bench.command import add_flags as add_bench_flags
 from moet.commands import COMMANDS
 from moet.config import POLICIES
@@ -22,7 +22,9 @@ from moet.errors import CheckpointError, ConfigError, KernelError, MoetError
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     words, passed_on = for_client(with_dashes(sys.argv[1:] if argv is None else argv))
-    args = parser().parse_args(words)
+    args, rest = parser().parse_known_args(words)
+    if rest:
+        return _fail(ConfigError(pasted_flags.unknown(rest)), 2)
     args.words, args.passed_on = words, passed_on
     log.set_up(level=args.log_level, json_lines=args.log_json)
     try:

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
+from moet import __version__
 from moet.errors import RequestError
 from moet.runtime.engine import Engine
 from moet.runtime.output import Output
@@ -34,6 +35,7 @@ class Header:
             "object": kind,
             "created": int(time.time()),
             "model": model,
+            "system_fingerprint": f"moet-{__version__}",
         }
 
     def chunk(self, choices: list[dict[str, Any]], usage: Usage | None) -> dict[str, Any]:
