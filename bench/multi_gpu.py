@@ -264,9 +264,8 @@ def steps(
     group: Group | None,
     suite: Suite,
     num_steps: int,
-    way: str = "",
 ) -> None:
-    """A suite on this rank alone (group None) or on all of a group. way: how sums travel."""
+    """A suite on this rank alone (group None) or on all of a group."""
     shard = WHOLE if group is None else group.shard
     watch = (lambda: None) if group is None else group.monitor.require_sound
     kind = f"-tp {shard.size}" if shard.num_stages == 1 else f"-pp {shard.num_stages}"
@@ -274,7 +273,7 @@ def steps(
     settings = ModelSettings(arch=device.arch)
     made = dummy_model(raw, settings, device, kv_dtype=suite.kv_dtype, num_spec_tokens=suite.drafts,
                        options=DummyOptions(seed=SEED, skew=SKEW), shard=shard)  # fmt: skip
-    label = f"{suite.label} {kind}{way}"
+    label = f"{suite.label} {kind}"
     held = torch.cuda.memory_allocated() / 2**30
     bench.add(f"weights of a rank, {label}", held, "GiB")
     if suite.model == GLM and group is not None:

@@ -106,17 +106,13 @@ def route(
     return ids, weights
 
 
-def quantise(launcher: Launcher, x: Tensor, *, group_major: bool = False) -> tuple[Tensor, Tensor]:
+def quantise(launcher: Launcher, x: Tensor) -> tuple[Tensor, Tensor]:
     """x: [T, K] bf16, K % 32 == 0, rows contiguous. Returns e4m3 bytes [T, K] in MMA order and
-    fp32 scales [T, ceil(K/128)], powers of two by the checkpoints' recipe. group_major: a column
-    of scales is contiguous, as a prefill reads them."""
+    fp32 scales [T, ceil(K/128)], powers of two by the checkpoints' recipe."""
     rows, k = x.shape
     groups = -(-k // 128)
     q = torch.empty(rows, k, dtype=torch.uint8, device=x.device)
-    if group_major:
-        scale = torch.empty(groups, rows, dtype=torch.float32, device=x.device).t()
-    else:
-        scale = torch.empty(rows, groups, dtype=torch.float32, device=x.device)
+    scale = torch.empty(rows, groups, dtype=torch.float32, device=x.device)
     args = QuantiseArgs(x.data_ptr(), q.data_ptr(), scale.data_ptr(), rows, k, x.stride(0), groups)
     args.scale_row_stride, args.scale_group_stride = scale.stride()
     if rows:

@@ -28,20 +28,11 @@ class LayerStream:
     bases: [num_rows, ...] uint8, on the device. layers: their numbers, in the order of the rows.
     """
 
-    def __init__(
-        self,
-        form: ExpertRows,
-        bases: Tensor,
-        layers: Sequence[int],
-        copy: Copy,
-        *,
-        num_buffers: int = NUM_BUFFERS,
-    ) -> None:
-        """num_buffers: of a layer's size each."""
+    def __init__(self, form: ExpertRows, bases: Tensor, layers: Sequence[int], copy: Copy) -> None:
         self._form, self._bases, self._copy = form, bases, copy
         self._number = {layer_idx: n for n, layer_idx in enumerate(layers)}
         self._num_experts = len(bases) // len(layers)
-        shape = (num_buffers, self._num_experts, form.row_bytes)
+        shape = (NUM_BUFFERS, self._num_experts, form.row_bytes)
         with torch.inference_mode(False):  # to stay writable outside of a forward pass
             self._buffers = torch.empty(shape, dtype=torch.uint8, device=bases.device)
         self._slots = torch.arange(self._num_experts, device=bases.device)
