@@ -21,6 +21,15 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 MAX_UNKNOWN_FIELDS = 1000  # remembered, so that each is logged once
 _AT = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
+_EXPECTED = re.compile(r"Expected ([a-z |]+), got \w+")
+_KINDS = {
+    "int": "an integer of at most 64 bits",
+    "float": "a number",
+    "str": "a string",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+}
 _MISSING = re.compile(r"missing required field `(.*?)`")
 
 
@@ -148,4 +157,10 @@ def convert(data: dict[str, Any], kind: type[T]) -> T:
             message = "it is required"
         if message.startswith("Invalid enum value"):
             message = "it is not one of the allowed values"
+        message = _EXPECTED.sub(_in_words, message)
         raise RequestError(f"{param or 'the body'}: {message}", param=param) from None
+
+
+def _in_words(expected: re.Match[str]) -> str:
+    kinds = [kind for kind in expected[1].split(" | ") if kind != "null"]
+    return "it must be " + " or ".join(_KINDS.get(kind, kind) for kind in kinds)

@@ -241,7 +241,9 @@ def test_wrong_fields_are_refused_by_name_and_cost_nothing(
     with serving() as api:
         for stream in ({}, {"stream": True}):
             response = api.post(COMPLETIONS, {**stream, **fields})
-            assert error_of(response, 400)["param"] == param
+            error = error_of(response, 400)
+            assert error["param"] == param
+            assert "Expected" not in error["message"]  # a checker's words, which name its own types
         assert not api.core.submitted
         assert api.post(COMPLETIONS, {"prompt": "ok"}).json()["choices"][0]["text"] == "ok"
 
