@@ -65,7 +65,7 @@ class ChunkDrafts:
         values, which, at = [], [], []
         sampled = [chunk for chunk in chunks if chunk.kind is not None]
         for chunk in seen:
-            known = 0 if chunk.next_token is None else chunk.next_token
+            known = chunk.token_ids[-1] if chunk.next_token is None else chunk.next_token
             joined = np.array([*chunk.token_ids[1:], known], dtype=np.int64)
             own = slice(-(chunk.start + 1) % self.placed.page_size, None, self.placed.page_size)
             joined[own] = np.array(chunk.token_ids, dtype=np.int64)[own]

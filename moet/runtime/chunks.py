@@ -24,8 +24,8 @@ class Chunk:
     kind and masks are that row's.
 
     next_token: the one behind the last row, if it is known. num_to_draft: tokens to propose behind
-    the one that is made; -1: the draft block does not see these rows. With 0 and more, something
-    must come behind the last row.
+    the one that is made; -1: the draft block does not see these rows. Where nothing comes behind
+    the last row, that joins its own token, as before a page border: nobody reads it.
     """
 
     slot: int

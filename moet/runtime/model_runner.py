@@ -336,11 +336,10 @@ def _settled(row: Row, first: int, tokens: list[int] | None) -> Settled | None:
     if row.num_drafts:
         assert tokens is not None
         return Settled(row.settled(len(tokens)), first, tokens)
-    if tokens is None and row.next_token is None:  # nothing comes behind it
-        return None
-    last = [row.next_token] if tokens is None else tokens
     known = row.token_ids or []  # of one row that few know it by, nothing
-    return Settled(row, first, [*known[1:], *last])
+    if tokens is None:  # if nothing comes behind it, its full pages are still the cache's
+        tokens = [known[-1] if row.next_token is None else row.next_token]
+    return Settled(row, first, [*known[1:], *tokens])
 
 
 def fail(result: StepResult, indices: list[int], error: Exception) -> None:

@@ -19,6 +19,7 @@ DRAFTING = {  # of those of test_speculation; most take long, and tokens are com
     "test_acceptance_is_as_stated_and_counted_by_position",
     "test_drafting_plain_and_prefilling_ones_share_steps",
     "test_events_carry_what_a_step_made",
+    "test_others_start_behind_what_the_draft_block_has_read",
 }
 
 

@@ -193,16 +193,23 @@ def test_drafting_plain_and_prefilling_ones_share_steps(overlap: bool) -> None:
     core.shutdown()
 
 
-def test_a_request_that_switches_drafts_off_has_none() -> None:
-    """Nor do others start behind its answer, which the draft block has not read."""
-    core, model = _core(3)
-    made = run(core, [request("a", SHARED, spec_tokens=0, max_tokens=30)])
+def test_others_start_behind_what_the_draft_block_has_read() -> None:
+    """That is not the answer of a request without drafts, and it is a prompt without an answer."""
+    core, model = _core(3, max_num_seqs=1)
+    made = run(core, [request("a", SHARED, spec_tokens=0, max_tokens=30)])["a"]
     assert core.stats().num_draft_tokens == 0
-    after = request("next", [*SHARED, *made["a"], 1], temperature=1.0, seed=5, max_tokens=20)
-    found = run(core, [after])
-    assert found == run(_core(3)[0], [after])
-    assert model.num_torn == 0
-    assert core.stats().cached_tokens > 0
+    longer = [*SHARED, *made, *_prompt(6, 10)]
+    run(core, [request("b", longer, max_tokens=0)])
+    for prompt in ([*SHARED, *made, 1], [*longer, 1]):
+        after = request("next", prompt, temperature=1.0, seed=5, max_tokens=20)
+        found = run(core, [after])
+        assert found == run(_core(3, max_num_seqs=1)[0], [after])
+        assert model.num_torn == 0
+    assert core.stats().cached_tokens >= len(SHARED) + len(longer) - 2 * PAGE
+
+
+def test_a_request_may_not_ask_for_fewer_drafts_than_none() -> None:
+    core, _ = _core(3)
     with pytest.raises(RequestError, match="spec_tokens"):
         core.submit(request("b", SHARED, spec_tokens=-1))
 
