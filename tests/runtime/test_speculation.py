@@ -198,7 +198,7 @@ def test_others_start_behind_what_the_draft_block_has_read() -> None:
     core, model = _core(3, max_num_seqs=1)
     made = run(core, [request("a", SHARED, spec_tokens=0, max_tokens=30)])["a"]
     assert core.stats().num_draft_tokens == 0
-    longer = [*SHARED, *made, *_prompt(6, 10)]
+    longer = [*SHARED, *made, *_prompt(6, 9)]  # its last page is full
     run(core, [request("b", longer, max_tokens=0)])
     for prompt in ([*SHARED, *made, 1], [*longer, 1]):
         after = request("next", prompt, temperature=1.0, seed=5, max_tokens=20)
