@@ -14,11 +14,12 @@ import torch
 
 from moet import log
 from moet.runtime.parallel.ranks import Orders
-from moet.runtime.parallel.start import be_rank
+from moet.runtime.parallel.start import be_rank, leave_signals_to_rank_0
 
 
 def main() -> None:
     """Be the rank that the orders name."""
+    leave_signals_to_rank_0()  # which ends this process while it loads
     orders = msgspec.json.decode(sys.stdin.buffer.readline(), type=Orders)
     threading.Thread(target=_end_with_rank_0, daemon=True).start()
     if orders.log_level is not None:

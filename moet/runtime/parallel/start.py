@@ -93,6 +93,7 @@ def run_rank(config: EngineConfig, place: Place, local_rank: int) -> int:
         except Exception as error:
             group.monitor.fail(f"{group.name} failed while loading: {error}")
             raise
+        leave_signals_to_rank_0()
         follow(group, core)
     except MoetError as error:
         logger.error("%s", error)
@@ -103,14 +104,16 @@ def run_rank(config: EngineConfig, place: Place, local_rank: int) -> int:
     return 0
 
 
+def leave_signals_to_rank_0() -> None:
+    """SIGINT and SIGTERM reach every rank; rank 0 decides what becomes of requests under way."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def be_rank(config: EngineConfig, place: Place, local_rank: int) -> NoReturn:
     """As run_rank, and end this process, whose connections' threads may need the interpreter as it
     goes and would abort it.
-
-    SIGINT and SIGTERM reach every rank at once; rank 0 decides what becomes of requests under way.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
     code = run_rank(config, place, local_rank)
     logging.shutdown()
     sys.stdout.flush()

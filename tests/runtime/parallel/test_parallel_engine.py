@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -147,13 +148,26 @@ def test_pages_kept_elsewhere_are_refused_in_a_group() -> None:
 
 
 def test_a_rank_ends_without_taking_its_interpreter_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads of its connections let go of tensors late, which may abort an interpreter. Signals
-    that reach all ranks leave it at work, for rank 0 to drain."""
+    """Threads of its connections let go of tensors late, which may abort an interpreter."""
     monkeypatch.setattr(start, "run_rank", lambda *args: 3)
     monkeypatch.setattr(logging, "shutdown", lambda: None)
     monkeypatch.setattr(os, "_exit", lambda code: codes.append(code))
-    monkeypatch.setattr(signal, "signal", lambda number, how: signals.append((number, how)))
-    codes, signals = list[int](), list[object]()
+    codes: list[int] = []
     start.be_rank(EngineConfig(model="demo"), Place(1, "127.0.0.1", 1, hosts_store=False), 1)
     assert codes == [3]
-    assert signals == [(signal.SIGINT, signal.SIG_IGN), (signal.SIGTERM, signal.SIG_IGN)]
+
+
+def test_a_rank_heeds_signals_until_all_have_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From then on requests may be under way, which rank 0 drains."""
+    done: list[object] = []
+    source = SimpleNamespace(core=lambda *args: done.append("loads"))
+    monkeypatch.setattr(start._Source, "open", lambda *args: source)
+    monkeypatch.setattr(start, "claims", lambda source: {})
+    monkeypatch.setattr(start.Group, "join", lambda *args: None)
+    monkeypatch.setattr(start, "_all_loaded", lambda group: done.append("all have"))
+    monkeypatch.setattr(start, "follow", lambda *args: done.append("follows"))
+    monkeypatch.setattr(signal, "signal", lambda number, how: done.append((number, how)))
+    place = Place(1, "127.0.0.1", 1, hosts_store=False)
+    assert start.run_rank(EngineConfig(model="demo"), place, 1) == 0
+    ignored = [(signal.SIGINT, signal.SIG_IGN), (signal.SIGTERM, signal.SIG_IGN)]
+    assert done == ["loads", "all have", *ignored, "follows"]
