@@ -107,7 +107,8 @@ class Exchange(ABC):
                     yield output
             except MoetError as error:
                 if self.engine.state in ("dead", "closed"):  # not this request's own failure
-                    raise EngineDeadError(str(error)) from error
+                    reason = self.engine.error or "the engine was shut down"
+                    raise EngineDeadError(str(reason)) from error
                 raise
         self.operations.count(self.num_malformed)
         logger.info("finished %s request=%s: %s", self._name, self.request_id, self.usage.body())
