@@ -222,9 +222,8 @@ class StepResult:
     """What a step made, by row of the batch.
 
     tokens: row index -> new token ids of the rows that sample, with drafts one more than held.
-    proposals: row index -> drafts behind these. gated: row index -> position that was computed
-    again with FP4 experts (experts/precision.py). errors: row index -> why the row's sequence
-    cannot go on (its entry in tokens, if any, means nothing).
+    proposals: row index -> drafts behind these. errors: row index -> why the row's sequence cannot
+    go on (its entry in tokens, if any, means nothing).
     """
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
@@ -232,7 +231,6 @@ class StepResult:
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
-    gated: dict[int, int] = field(default_factory=dict)
     num_corrupted: int = 0  # rows among the errors whose logits were not numbers
     num_splits: int = 0  # forward passes made in halves, as their experts did not fit together
     failed: bool = False  # the step itself

@@ -267,7 +267,7 @@ class ModelRunner:
             sampled = set(going)
             going = self._sample_depth(active, indices, going, depth, taken, result)
             for i in sampled.intersection(again):
-                result.gated[indices[i]] = position_of(active[i], depth)
+                active[i].seq.gated.add(position_of(active[i], depth))
             going = [i for i in going if i not in set(again)]
             depth += 1
 

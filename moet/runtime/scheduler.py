@@ -195,8 +195,6 @@ class Scheduler:
                 self.memory.register(row)
             if i in result.prompt_logprobs:
                 seq.prompt_logprobs += result.prompt_logprobs[i]
-            if i in result.gated:
-                seq.gated.add(result.gated[i])
             if row.sample:
                 seq.proposals = result.proposals.get(i, ())
                 logprobs = result.logprobs.get(i)

@@ -67,7 +67,7 @@ class Sequence:
     num_plain_steps: int = 0  # since the last one with drafts
     num_drafted: int = 0
     num_accepted: int = 0
-    gated: set[int] = field(default_factory=set)  # positions computed with FP4 experts by the gate
+    gated: set[int] = field(default_factory=set)  # positions that the runner computed again in FP4
     shares_generated: bool = True  # pages past the prompt may serve as prefixes of others
     fault: str | None = None  # why the runner could not set it up; written by the runner
     times: Times = field(default_factory=lambda: Times())

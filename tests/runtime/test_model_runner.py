@@ -5,10 +5,20 @@ import torch
 
 from moet.runtime.batch import BringPages, BringSnapshot, Row, SwapIn, forward_input
 from moet.runtime.core import EngineCore
+from moet.runtime.experts.precision import PrecisionSet
 from moet.runtime.model_runner import ModelRunner
 from moet.runtime.sequence import Sequence
 from moet.types import FinishReason, Request, SamplingParams
-from tests.fakes import FakeModel, drain, expected_greedy, make_core, request, tokens_of
+from tests.fakes import (
+    FakeModel,
+    NoExperts,
+    drain,
+    expected_greedy,
+    make_core,
+    request,
+    tokens_of,
+)
+from tests.runtime.device_fakes import StepFakeModel, placed_core
 
 
 def _seq(prompt: list[int]) -> Sequence:
@@ -107,6 +117,18 @@ def test_cached_state_that_does_not_come_is_not_one_sequences_trouble() -> None:
     assert seq.fault is None
     runner.commands([SwapIn(seq, 0, [0], nowhere, nowhere)])
     assert "set-up failed" in str(seq.fault)
+
+
+def test_who_computes_a_row_again_remembers_it() -> None:
+    """Ranks that only carry batches out have to repeat it in a replay, too."""
+    precisions = PrecisionSet("gate", {"w2": NoExperts(), "fp4": NoExperts()}, tau=1.0)
+    core = placed_core(StepFakeModel(), None, precisions=precisions)
+    core.submit(request("a", [1, 2, 3]))
+    core.step()
+    batch = core._scheduler.schedule()
+    assert batch is not None
+    core.run(batch)  # and nobody is told
+    assert core._scheduler.sequences["a"].gated == {3}
 
 
 def _greedy(name: str, prompt: list[int], **params: object) -> Request:
