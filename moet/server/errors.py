@@ -111,6 +111,8 @@ def anthropic_error_object(error: Exception) -> dict[str, Any]:
     if known.param is not None and known.param not in message:
         message = f"{known.param}: {message}"
     kind = ANTHROPIC_TYPES.get(known.status, "api_error")
+    if known.code == "engine_dead":  # which waiting does not mend
+        kind = "api_error"
     if known.status < 500 and known.status not in ANTHROPIC_TYPES:
         kind = "invalid_request_error"
     return {"type": "error", "error": {"type": kind, "message": message}}
