@@ -16,7 +16,6 @@ from tests.runtime.device_fakes import StepFakeModel, Tape
 
 LONG = {"test_any_settings_and_arrivals"}  # a minute, and its parts are here
 DRAFTING = {  # of those of test_speculation; most take long, and tokens are compared elsewhere
-    "test_acceptance_is_as_stated_and_counted_by_position",
     "test_drafting_plain_and_prefilling_ones_share_steps",
     "test_events_carry_what_a_step_made",
     "test_others_start_behind_what_the_draft_block_has_read",
