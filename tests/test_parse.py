@@ -229,7 +229,7 @@ def test_what_is_wrong_is_named(parse: Moet, folder: str, tools: str, tmp_path: 
     assert "'x', which is not" in parse.failure(*named, "--tool-choice", "x", str(file))
     ids.write_text("[{]")
     assert "is not JSON" in parse.failure(*named, "--tools", str(ids), str(file))
-    ids.write_text('[{"type": "web_search"}]')
+    ids.write_text('[{"type": 5}]')
     assert "tools[0]" in parse.failure(*named, "--tools", str(ids), str(file))
     with pytest.raises(SystemExit):
         main(["parse", *named, "--chunk", "0", str(file)])
