@@ -5,8 +5,6 @@ Knows limits and books; knows no sequence, and changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from moet.config import SchedulerConfig
 from moet.errors import ContextLengthError, OverloadedError, RequestError
 from moet.runtime.grammar_check import check_grammar
@@ -18,26 +16,20 @@ from moet.types import GrammarSpec, Request, SamplingParams
 def require_servable(
     request: Request,
     info: CoreInfo,
-    num_pages_for: Callable[[int], int],
     has_grammars: bool,
 ) -> int:
-    """The most tokens that the sequence of a request may reach.
+    """The most tokens that the sequence of a request may reach; pages for a whole window exist.
 
-    num_pages_for: of a number of tokens. Raises RequestError (ContextLengthError) for what this
-    core can never serve.
+    Raises RequestError (ContextLengthError) for what this core can never serve.
     """
     prompt, params, window = request.prompt_token_ids, request.params, info.max_model_len
-
-    def pages(num_tokens: int) -> str:
-        return f"{num_pages_for(num_tokens)} pages needed, {info.num_pages} exist"
-
     if not prompt:
         raise RequestError("the prompt has no tokens; it needs at least one", param="prompt")
     least = 0 if params.max_tokens == 0 else 1
     if len(prompt) + least > window:
         raise ContextLengthError(
             f"prompt has {len(prompt)} tokens; this server allows {window - least} with room "
-            f"for an answer (--max-model-len {window}); {pages(len(prompt) + least)}"
+            f"for an answer (--max-model-len {window})"
         )
     validate_params(params, info.vocab_size, window)
     check_precision(params.precision, info.precision, info.precisions)
@@ -57,7 +49,7 @@ def require_servable(
         raise ContextLengthError(
             f"prompt has {len(prompt)} tokens and max_tokens is {params.max_tokens}, together "
             f"{total}; this server allows {window} (--max-model-len); shorten the prompt or "
-            f"ask for at most {window - len(prompt)}; {pages(total)}"
+            f"ask for at most {window - len(prompt)}"
         )
     return total
 

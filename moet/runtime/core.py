@@ -192,9 +192,7 @@ class EngineCore:
                 f"request id {request.request_id!r} is in use; ids must be unique",
                 param="request_id",
             )
-        max_len = require_servable(
-            request, self._info, scheduler.memory.num_pages_for, self._grammars is not None
-        )
+        max_len = require_servable(request, self._info, self._grammars is not None)
         compiling = [waiting.seq.prompt_len for waiting in self._compiling.values()]
         try:
             require_room(

@@ -221,8 +221,16 @@ def test_refusals_name_value_limit_and_remedy() -> None:
     core = make_core(num_pages=8, max_model_len=32, max_num_seqs=2)
     core.submit(request("taken", PROMPT))
     cases = [
-        (request("a", [1] * 32, max_tokens=None), ContextLengthError, "32 tokens.*allows 31.*9 pa"),
-        (request("a", [1] * 30, max_tokens=3), ContextLengthError, "30.*max_tokens is 3.*33.*32"),
+        (
+            request("a", [1] * 32, max_tokens=None),
+            ContextLengthError,
+            "32 tokens.*31.*max-model-len 32.$",
+        ),
+        (
+            request("a", [1] * 30, max_tokens=3),
+            ContextLengthError,
+            "30.*max_tokens is 3.*33.*32.*most 2$",
+        ),
         (request("a", [1] * 33, max_tokens=0), ContextLengthError, "33 tokens.*allows 32"),
         (request("a", []), RequestError, "at least one"),
         (request("a", [1, 64]), RequestError, "64.*0 to 63"),
