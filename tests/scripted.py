@@ -53,6 +53,7 @@ class ScriptedCore:
         self.counters = Counters()
         self.submitted: list[Request] = []
         self.aborted: list[str] = []
+        self.num_cleared = 0
 
     @property
     def has_work(self) -> bool:
@@ -150,6 +151,9 @@ class ScriptedCore:
                 for layer in range(2)
             ]
         )
+
+    def clear_prefix_cache(self) -> None:
+        self.num_cleared += 1
 
     def activity(self) -> str:
         return f"{len(self.open)} scripts"

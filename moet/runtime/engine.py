@@ -30,7 +30,7 @@ from moet.config import (
 )
 from moet.errors import MoetError, OverloadedError, RequestError
 from moet.runtime.grammar_check import check_grammar
-from moet.runtime.host import Core, Host, HostState, Progress, ThreadHost
+from moet.runtime.host import Core, Host, HostState, Progress, Seen, ThreadHost
 from moet.runtime.metrics import CoreInfo, CoreStats, ExpertStats
 from moet.runtime.output import Choice, Completion, Output
 from moet.runtime.process import ProcessHost
@@ -184,6 +184,11 @@ class Engine:
     def late_step(self) -> str | None:
         """What the step loop is doing, if that takes longer than --step-timeout."""
         return self._host.late_step
+
+    @property
+    def silent_s(self) -> float | None:
+        """Seconds since the engine's process was heard of, if longer than --step-timeout."""
+        return self._host.silent_s
 
     @property
     def error(self) -> BaseException | None:
@@ -389,9 +394,26 @@ class Engine:
         """The core's counters, taken between two steps."""
         return self._host.stats().result(timeout_s)
 
-    async def astats(self) -> CoreStats:
-        """The core's counters, taken between two steps."""
-        return await self._between_steps(self._host.stats())
+    async def astats(self, timeout_s: float | None = None) -> CoreStats:
+        """The core's counters, taken between two steps. OverloadedError if none ends in time."""
+        return await self._between_steps(self._host.stats(), timeout_s)
+
+    @property
+    def last_stats(self) -> Seen[CoreStats] | None:
+        """The counters that came last, whoever asked for them; None while loading."""
+        return self._host.last_stats
+
+    @property
+    def last_expert_stats(self) -> Seen[ExpertStats] | None:
+        """The experts' books that came last; None if nobody has asked yet."""
+        return self._host.last_expert_stats
+
+    async def areset_prefix_cache(self) -> None:
+        """Have no later request start from what was cached so far, on the device, host or disk.
+
+        Requests under way go on.
+        """
+        await self._between_steps(self._host.forget_prefixes())
 
     def tune_experts(
         self,
@@ -415,17 +437,20 @@ class Engine:
         tau: float | None = None,
         pool_bytes: int | None = None,
         kv_bytes: int | None = None,
+        timeout_s: float | None = None,
     ) -> ExpertStats:
         """Where the experts are and how often they were asked for, taken between two steps.
 
         What is given is changed before, as by tune_experts.
         """
         asked = self._host.expert_stats(tau=tau, pool_bytes=pool_bytes, kv_bytes=kv_bytes)
-        resizes = pool_bytes is not None or kv_bytes is not None
-        return await self._between_steps(asked, RESIZE_TIMEOUT_S if resizes else ANSWER_TIMEOUT_S)
+        if timeout_s is None and (pool_bytes is not None or kv_bytes is not None):
+            timeout_s = RESIZE_TIMEOUT_S
+        return await self._between_steps(asked, timeout_s)
 
-    async def _between_steps(self, answer: Future[T], timeout_s: float = ANSWER_TIMEOUT_S) -> T:
+    async def _between_steps(self, answer: Future[T], timeout_s: float | None = None) -> T:
         """Wait for the core's answer, unless a step keeps it from giving one."""
+        timeout_s = ANSWER_TIMEOUT_S if timeout_s is None else timeout_s
         wrapped = asyncio.wrap_future(answer)
         try:
             return await asyncio.wait_for(asyncio.shield(wrapped), timeout_s)

@@ -15,12 +15,13 @@ from concurrent.futures import Future
 from contextlib import suppress
 from itertools import count
 from time import monotonic
-from typing import Any, Literal, Protocol
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from moet.errors import EngineDeadError, MoetError
 from moet.runtime.messages import (
     Abort,
     Accepted,
+    Alive,
     Answer,
     Ask,
     AskExperts,
@@ -30,6 +31,7 @@ from moet.runtime.messages import (
     Events,
     ExpertAnswer,
     Failed,
+    ForgetPrefixes,
     Late,
     Loading,
     Message,
@@ -46,8 +48,16 @@ logger = logging.getLogger(__name__)
 
 IDLE_POLL_S = 1.0  # how often a core without work is asked whether it has some after all
 HostState = Literal["loading", "ready", "dead", "closed"]
+T = TypeVar("T")
 Progress = Callable[[str, float], None]
 """Called with a stage ("convert", "weights") and the done share of it, 0 to 1."""
+
+
+class Seen(NamedTuple, Generic[T]):
+    """What a core said of itself, and when that arrived, by `time.monotonic`."""
+
+    value: T
+    at_s: float
 
 
 class Core(Protocol):
@@ -63,6 +73,7 @@ class Core(Protocol):
     def tune_experts(
         self, *, tau: float | None, pool_bytes: int | None, kv_bytes: int | None
     ) -> None: ...
+    def clear_prefix_cache(self) -> None: ...
     def activity(self) -> str: ...
     def info(self) -> CoreInfo: ...
     def check(self) -> None: ...
@@ -91,7 +102,7 @@ def run_core(build: Build, inbox: Inbox, emit: Callable[[Message], None]) -> Non
         emit(Failed(ErrorInfo.of(error)))
         return
     try:
-        emit(Ready(core.info()))
+        emit(Ready(core.info(), core.stats()))
         watchdog = Watchdog(
             core.info().step_timeout_s, core.activity, lambda doing: emit(Late(doing))
         )
@@ -123,7 +134,9 @@ def _loop(core: Core, inbox: Inbox, emit: Callable[[Message], None], watchdog: W
 
 
 def _obey(
-    core: Core, command: Submit | Abort | Ask | AskExperts, emit: Callable[[Message], None]
+    core: Core,
+    command: Submit | Abort | Ask | AskExperts | ForgetPrefixes,
+    emit: Callable[[Message], None],
 ) -> None:
     if isinstance(command, Abort):
         core.abort(command.request_id, reason=command.reason)
@@ -137,6 +150,9 @@ def _obey(
                 later.add_done_callback(lambda queued: emit(_outcome(command.ticket, queued)))
         elif isinstance(command, Ask):
             emit(Answer(command.ticket, core.stats()))
+        elif isinstance(command, ForgetPrefixes):
+            core.clear_prefix_cache()
+            emit(Accepted(command.ticket))
         else:
             tau, pool_bytes, kv_bytes = command.tau, command.pool_bytes, command.kv_bytes
             if not (tau is pool_bytes is kv_bytes is None):
@@ -170,6 +186,8 @@ class Host:
         self.error: Exception | None = None
         self._is_closing = False
         self.late_step: str | None = None  # what it does, while one takes too long
+        self.last_stats: Seen[CoreStats] | None = None  # there from "ready" on
+        self.last_expert_stats: Seen[ExpertStats] | None = None
         self.ready: Future[CoreInfo] = Future()
         self._lock = threading.Lock()
         self._ticket_numbers = count()
@@ -234,6 +252,22 @@ class Host:
         self._send(AskExperts(ticket, tau, pool_bytes, kv_bytes))
         return future
 
+    def forget_prefixes(self) -> Future[None]:
+        """Have no later request start from what was cached so far, in any tier."""
+        with self._lock:
+            self._require_alive()
+            ticket, future = self._new_ticket("")
+        self._send(ForgetPrefixes(ticket))
+        return future
+
+    @property
+    def silent_s(self) -> float | None:
+        """Seconds since the core's process was heard of, if that is longer than it may be.
+
+        Never for a core in this process, whose steps the watchdog sees.
+        """
+        return None
+
     def close(self, timeout_s: float = 10.0) -> None:
         """End the core. Open requests end with an error event. Idempotent."""
         with self._lock:
@@ -276,16 +310,23 @@ class Host:
                 if stage != self.stage[0]:
                     self._end_stage()
                 self.stage = (stage, done)
-            case Ready(info):
+            case Ready(info, stats):
                 self._end_stage()
+                self.last_stats = Seen(stats, monotonic())
                 self.state = "ready"
                 self.ready.set_result(info)
             case Accepted(ticket):
                 self._take_ticket(ticket)[0].set_result(None)
             case Late(doing):
                 self.late_step = doing
-            case Answer(ticket, stats) | ExpertAnswer(ticket, stats):
+            case Alive():
+                pass
+            case Answer(ticket, stats):
+                self.last_stats = Seen(stats, monotonic())
                 self._take_ticket(ticket)[0].set_result(stats)
+            case ExpertAnswer(ticket, experts):
+                self.last_expert_stats = Seen(experts, monotonic())
+                self._take_ticket(ticket)[0].set_result(experts)
             case Refused(ticket, error):
                 future, request_id = self._take_ticket(ticket)
                 with self._lock:

@@ -95,11 +95,15 @@ class AskExperts(msgspec.Struct, frozen=True, tag=True):
     kv_bytes: int | None = None
 
 
+class ForgetPrefixes(msgspec.Struct, frozen=True, tag=True):
+    ticket: int
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-Command = Submit | Abort | Ask | AskExperts | Stop
+Command = Submit | Abort | Ask | AskExperts | ForgetPrefixes | Stop
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
@@ -109,6 +113,11 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
     info: CoreInfo
+    stats: CoreStats
+
+
+class Alive(msgspec.Struct, frozen=True, tag=True):
+    """A process's sign of life, when it has nothing else to say."""
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
@@ -149,5 +158,15 @@ class Closed(msgspec.Struct, frozen=True, tag=True):
 
 
 Message = (
-    Loading | Ready | Accepted | Answer | ExpertAnswer | Refused | Events | Late | Failed | Closed
+    Loading
+    | Ready
+    | Alive
+    | Accepted
+    | Answer
+    | ExpertAnswer
+    | Refused
+    | Events
+    | Late
+    | Failed
+    | Closed
 )

@@ -1,6 +1,7 @@
 """A core in a process of its own, so that nothing done for HTTP can steal step time.
 
-Commands and events travel as msgpack over two one-way sockets. Neither process outlives the other.
+Commands and events travel as msgpack over two one-way sockets. Neither process outlives the other,
+and one that is stopped or stuck is noticed by its silence.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ import shutil
 import signal
 import tempfile
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import wait as wait_for
 from pathlib import Path
+from time import monotonic
 
 import msgspec
 import zmq
@@ -21,9 +25,12 @@ import zmq
 from moet import log
 from moet.errors import EngineDeadError
 from moet.runtime.host import IDLE_POLL_S, Build, Host, run_core
-from moet.runtime.messages import Command, Message
+from moet.runtime.messages import Alive, Command, Message
 
 logger = logging.getLogger(__name__)
+
+BEAT_S = 1.0  # a sign of life this often
+LEAST_SILENCE_S = 10.0  # that tells anything, since a busy machine may miss some beats
 
 
 class ProcessHost(Host):
@@ -35,6 +42,7 @@ class ProcessHost(Host):
         self._context = zmq.Context()
         self._commands = _socket(self._context, zmq.PUSH)
         self._commands.bind(_address(self._folder, "commands"))
+        self._heard_at_s = monotonic()
         self._send_lock = threading.Lock()  # a zmq socket may move between threads, not be shared
         root = logging.getLogger("moet")
         level = logging.getLevelName(root.level) if root.handlers else None
@@ -48,6 +56,21 @@ class ProcessHost(Host):
     def pid(self) -> int | None:
         """The core's process id."""
         return self._process.pid
+
+    @property
+    def silent_s(self) -> float | None:
+        """As Host.silent_s; the limit is --step-timeout, since a step in which the whole process is
+        stuck is not told of by its own watchdog. Never while it loads.
+        """
+        if self.state != "ready" or not self.ready.done():
+            return None
+        silent_s = monotonic() - self._heard_at_s
+        limit_s = max(self.ready.result().step_timeout_s, LEAST_SILENCE_S)
+        return silent_s if silent_s > limit_s else None
+
+    def _handle(self, message: Message) -> None:
+        self._heard_at_s = monotonic()
+        super()._handle(message)
 
     def _launch(self) -> None:
         events = _socket(self._context, zmq.PULL)
@@ -143,10 +166,30 @@ def _core_process(build: Build, folder: str, log_level: str | None) -> None:
         with lock:
             events.send(data)
 
-    run_core(build, _SocketInbox(commands), emit)
+    with _beating(emit):
+        run_core(build, _SocketInbox(commands), emit)
     commands.close(linger=0)
     events.close(linger=1000)
     context.term()
+
+
+@contextmanager
+def _beating(emit: Callable[[Message], None], every_s: float = BEAT_S) -> Iterator[None]:
+    """Emit a sign of life at once and every so often, from a thread, until the block is over."""
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(every_s):
+            emit(Alive())
+
+    emit(Alive())
+    thread = threading.Thread(target=beat, name="moet-heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def _end_with_parent() -> None:

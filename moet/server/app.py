@@ -75,6 +75,7 @@ def create_app(engine: Engine, config: ServerConfig) -> FastAPI:
         "/tokenize": api.tokenize,
         "/detokenize": api.detokenize,
         "/moe/settings": status.tune_experts,
+        "/reset_prefix_cache": status.reset_prefix_cache,
     }
     gets: dict[str, Handler] = {
         "/v1/models": status.models,

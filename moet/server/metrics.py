@@ -90,7 +90,9 @@ class _Books(Collector):
         server: ServerCounters,
         experts: ExpertStats,
         load_times_s: Mapping[str, float],
+        age_s: float,
     ) -> None:
+        self.age_s = age_s
         self.stats, self.info, self.model, self.server = stats, info, model, server
         self.experts, self.load_times_s = experts, load_times_s
 
@@ -100,6 +102,10 @@ class _Books(Collector):
             gauge = GaugeMetricFamily(f"moet:{name}", text, labels=labels)
             gauge.add_metric([self.model], getattr(self.stats, field))
             yield gauge
+        text = "since the engine gave these numbers; more than a moment while it does not answer"
+        age = GaugeMetricFamily("moet:stats_age_seconds", text, labels=labels)
+        age.add_metric([self.model], self.age_s)
+        yield age
         yield from self._load_times(labels)
         yield from expert_families(self.experts, self.model)
         for name, (field, text) in {**COUNTERS, **DRAFT_COUNTERS}.items():
@@ -171,8 +177,10 @@ def render(
     server: ServerCounters,
     experts: ExpertStats,
     load_times_s: Mapping[str, float],
+    *,
+    age_s: float,
 ) -> bytes:
-    """The text of /metrics. load_times_s: seconds by stage of loading."""
+    """The text of /metrics. load_times_s: seconds by stage of loading; age_s: of the books."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Books(stats, info, model, server, experts, load_times_s))
+    registry.register(_Books(stats, info, model, server, experts, load_times_s, age_s))
     return generate_latest(registry)

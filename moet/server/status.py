@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import suppress
 from time import monotonic
 from typing import Any, Literal
 
@@ -11,14 +12,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from moet import __version__
-from moet.errors import EngineDeadError, RequestError
+from moet.errors import EngineDeadError, MoetError, RequestError
 from moet.server import metrics
 from moet.server.body import BodyReader
+from moet.server.books import Books
 from moet.server.errors import HttpError
 from moet.server.served import Served, json_response
 
 GIB = 1 << 30
 MAX_GIB = 1 << 20
+BOOKS_WAIT_S = 2.0  # for each of the books, before those that came last do
+LIVE_WAIT_S = 0.1
 
 
 class ExpertTuning(msgspec.Struct, kw_only=True):
@@ -46,6 +50,7 @@ class Status:
         self.served = served
         self.bodies = BodyReader(served.config.max_body_bytes)
         self.engine = served.engine
+        self.books = Books(served.engine)
 
     async def models(self, request: Request) -> Response:
         """The list as OpenAI's clients and as Anthropic's read it."""
@@ -78,6 +83,13 @@ class Status:
     async def health(self, request: Request) -> Response:
         if self.engine.state in ("dead", "closed"):
             raise EngineDeadError(f"the engine is {self.engine.state}")
+        silent_s = self.engine.silent_s
+        if silent_s is not None:
+            message = (
+                f"the engine's process has not been heard of for {silent_s:.0f} s, longer than "
+                "--step-timeout: it is stopped or stuck"
+            )
+            raise HttpError(503, message, kind="server_error", code="engine_silent")
         if self.engine.late_step is not None:
             message = f"a step takes longer than --step-timeout: {self.engine.late_step}"
             raise HttpError(503, message, kind="server_error", code="late_step")
@@ -91,29 +103,44 @@ class Status:
         return json_response(body, status=200 if status == "ready" else 503)
 
     async def metrics(self, request: Request) -> Response:
-        stats = await self.engine.astats()
+        info = self.engine.info
+        stats = await self.books.stats(BOOKS_WAIT_S)
+        experts = await self.books.experts(BOOKS_WAIT_S)
         text = metrics.render(
-            stats,
-            self.engine.info,
+            stats.value,
+            info,
             self.served.names[0],
             self.served.operations.counters,
-            await self.engine.aexpert_stats(),
+            experts.value,
             self.engine.load_times_s,
+            age_s=monotonic() - min(stats.at_s, experts.at_s),
         )
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def live(self, request: Request) -> Response:
-        """What the page at "/" shows: the books and the clock they were read at."""
-        stats = await self.engine.astats()
+        """What the page at "/" shows: the books and the clock they were read at.
+
+        Answered by this process, whatever the engine does: `info` and `stats` are null while it
+        loads, and what they last were when it gives none.
+        """
+        info = None
+        with suppress(MoetError):  # it loads, or has ended: what came last is all there is
+            info = msgspec.to_builtins(self.engine.info)
+            await self.books.stats(LIVE_WAIT_S)
+        last = self.engine.last_stats
+        stage, done = self.engine.load_progress
         return json_response(
             {
-                "time": monotonic(),
+                "time": monotonic() if last is None else last.at_s,
                 "version": __version__,
                 "models": self.served.names,
                 "state": "draining" if self.served.traffic.draining else self.engine.state,
+                "stage": stage,
+                "progress": round(done, 4),
                 "late_step": self.engine.late_step,
-                "info": msgspec.to_builtins(self.engine.info),
-                "stats": msgspec.to_builtins(stats),
+                "silent_s": self.engine.silent_s,
+                "info": info,
+                "stats": None if last is None else msgspec.to_builtins(last.value),
                 "server": dataclasses.asdict(self.served.operations.counters),
             }
         )
@@ -133,17 +160,24 @@ class Status:
         )
         return json_response(msgspec.to_builtins(stats))
 
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        """Have no later request start from what is cached now; requests under way go on."""
+        await self.engine.areset_prefix_cache()
+        return json_response({"status": "ok"})
+
     async def version(self, request: Request) -> Response:
         return json_response({"version": __version__})
 
     async def server_info(self, request: Request) -> Response:
-        stats = await self.engine.astats()
+        info = self.engine.info
+        stats = await self.books.stats(BOOKS_WAIT_S)
         return json_response(
             {
                 "version": __version__,
                 "models": self.served.names,
                 "state": self.engine.state,
-                "engine": msgspec.to_builtins(self.engine.info),
-                "stats": msgspec.to_builtins(stats),
+                "engine": msgspec.to_builtins(info),
+                "stats": msgspec.to_builtins(stats.value),
+                "stats_age_s": monotonic() - stats.at_s,
             }
         )

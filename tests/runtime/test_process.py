@@ -7,6 +7,7 @@ import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +17,10 @@ import pytest
 
 from moet.errors import ConfigError, ContextLengthError, EngineDeadError, RequestError
 from moet.runtime.host import Host, Progress, ThreadHost
-from moet.runtime.process import ProcessHost
+from moet.runtime.messages import Alive, Ready
+from moet.runtime.process import ProcessHost, _beating
 from moet.types import FinishReason, Request, SamplingParams, TokenEvent
-from tests.scripted import builder, endless, faulty
+from tests.scripted import ScriptedCore, builder, endless, faulty
 
 ROOT = Path(__file__).parents[2]
 KINDS = [ThreadHost, ProcessHost]
@@ -58,6 +60,9 @@ class Listener:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_request_runs_and_the_host_closes(kind: type[ThreadHost] | type[ProcessHost]) -> None:
     host = kind(builder())
+    heard: list[object] = []
+    handle = host._handle
+    host._handle = lambda message: (heard.append(message), handle(message))[1]  # type: ignore[method-assign]
     listener = Listener(host)
     info = host.ready.result(60)
     assert info.vocab_size == 1000
@@ -71,6 +76,7 @@ def test_a_request_runs_and_the_host_closes(kind: type[ThreadHost] | type[Proces
     assert host.state == "closed"
     with pytest.raises(EngineDeadError, match="shut down"):
         host.submit(request("b", [7]))
+    assert (Alive() in heard) == (kind is ProcessHost)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -158,6 +164,31 @@ def test_a_killed_process_is_noticed_while_idle() -> None:
     listener.deaths.get(timeout=60)
     assert host.state == "dead"
     host.close()
+
+
+def test_a_process_that_gives_no_sign_of_life_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr("moet.runtime.process.monotonic", lambda: now_s)
+    host, core = ProcessHost(builder()), ScriptedCore()  # not started: it says what is said here
+    now_s = 1000.0
+    assert host.silent_s is None  # a load may take its time
+    host._handle(Ready(core.info(), core.stats()))
+    now_s += core.info().step_timeout_s
+    assert host.silent_s is None
+    now_s += 1.0
+    assert host.silent_s == core.info().step_timeout_s + 1.0
+    host._handle(Alive())
+    assert host.silent_s is None
+    host._end("closed", None)
+    host.close()
+    assert host.silent_s is None
+
+
+def test_signs_of_life_come_until_the_core_ends() -> None:
+    said: queue.SimpleQueue[object] = queue.SimpleQueue()
+    with _beating(said.put, every_s=0.001):
+        assert [said.get(timeout=60) for _ in range(3)] == [Alive()] * 3
+    assert "moet-heartbeat" not in {thread.name for thread in threading.enumerate()}
 
 
 def refuse_to_build(progress: Progress) -> object:

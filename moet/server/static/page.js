@@ -44,8 +44,13 @@ function every(milliseconds, work) {
 every(STATE_MS, async () => {
   const state = await get("live");
   $("key-form").hidden = true;
+  if (!state.info || !state.stats) {
+    showState(state.state, `${state.state} (${state.stage}, ${Math.round(100 * state.progress)} %)`);
+    return;
+  }
   $("model").textContent = `${state.models[0]} · ${state.info.max_model_len.toLocaleString("en")} tokens · experts ${state.info.precision} · v${state.version}`;
-  if (state.late_step) showState("late", `a step takes too long: ${state.late_step}`);
+  if (state.silent_s) showState("late", `the engine has been silent for ${Math.round(state.silent_s)} s`);
+  else if (state.late_step) showState("late", `a step takes too long: ${state.late_step}`);
   else showState(state.state, state.state);
   live.show(state);
 });
