@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from contextlib import suppress
 from time import monotonic
@@ -21,7 +22,7 @@ from moet.server.served import Served, json_response
 
 GIB = 1 << 30
 MAX_GIB = 1 << 20
-BOOKS_WAIT_S = 2.0  # for each of the books, before those that came last do
+BOOKS_WAIT_S = 2.0  # for new books, before those that came last do
 LIVE_WAIT_S = 0.1
 
 
@@ -104,8 +105,9 @@ class Status:
 
     async def metrics(self, request: Request) -> Response:
         info = self.engine.info
-        stats = await self.books.stats(BOOKS_WAIT_S)
-        experts = await self.books.experts(BOOKS_WAIT_S)
+        stats, experts = await asyncio.gather(
+            self.books.stats(BOOKS_WAIT_S), self.books.experts(BOOKS_WAIT_S)
+        )
         text = metrics.render(
             stats.value,
             info,
