@@ -67,6 +67,10 @@ class Constraint:
     def is_on(self) -> bool:
         return self._on_at is not None
 
+    def has_next(self) -> bool:
+        """Whether any token, or the end, may come here; a grammar may lead to where none does."""
+        return bool(self.masks().any())
+
     def accept(self, token_id: int) -> bool:
         """Take the sequence's next token; False, changing nothing, if it may not come here.
 

@@ -14,8 +14,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import torch
+
 from moet.errors import OverloadedError
-from moet.runtime.grammar import Constraint, Matcher
+from moet.runtime.grammar import Constraint, Matcher, allows, num_words
 from moet.runtime.grammar_backends import Backend, Guidance, XGrammar
 from moet.runtime.grammar_check import is_exotic, refusal
 from moet.runtime.tokenizer import Tokenizer
@@ -72,14 +74,26 @@ class GrammarCompiler:
     def constraint(
         self, spec: GrammarSpec, compiled: Compiled, end_token_ids: Sequence[int]
     ) -> Constraint:
-        """A new sequence's constraint."""
+        """A new sequence's constraint. RequestError if no text fits the grammar, or no JSON."""
+        matcher = compiled(end_token_ids)
+        self._require_text(spec, matcher, end_token_ids)
         return Constraint(
-            compiled(end_token_ids),
+            matcher,
             vocab_size=self.vocab_size,
             after_token_id=spec.after_token_id,
             forbidden_token_ids=spec.forbidden_token_ids,
             end_token_ids=end_token_ids,
         )
+
+    def _require_text(
+        self, spec: GrammarSpec, matcher: Matcher, end_token_ids: Sequence[int]
+    ) -> None:
+        mask = torch.zeros(num_words(self.vocab_size), dtype=torch.int32)
+        matcher.fill(mask)
+        if not mask.any():
+            raise refusal(spec, "no text fits it")
+        if spec.kind == "json_schema" and any(allows(mask, i) for i in end_token_ids):
+            raise refusal(spec, "only an empty text fits it, which is no JSON")
 
     def close(self) -> None:
         """Start nothing more; a job under way ends by itself."""

@@ -479,7 +479,12 @@ class Scheduler:
         if seq.constraint is not None:
             for token_id in new[:-1] if reason is FinishReason.STOP else new:
                 if not seq.constraint.accept(token_id):
-                    error = f"token {token_id} was sampled, which the grammar forbids"
+                    error = (
+                        f"token {token_id} was sampled, which the grammar forbids"
+                        if seq.constraint.has_next()
+                        else "the grammar allows nothing behind what it allowed so far; one of its "
+                        "rules cannot come to an end"
+                    )
                     return self._finish(seq, FinishReason.ERROR, [], error=error)
         if reason is None:
             return self._event(seq, new, logprobs)

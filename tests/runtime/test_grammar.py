@@ -119,6 +119,8 @@ def test_exactly_what_the_grammar_says_can_be_written(
         GrammarSpec(kind="regex", text="[a-"),
         GrammarSpec(kind="regex", text="a(?!b)"),
         GrammarSpec(kind="ebnf", text="root ::= nothing"),
+        GrammarSpec(kind="ebnf", text="root ::= root"),
+        schema({"$ref": "#"}),
     ],
 )
 def test_what_cannot_be_enforced_is_refused_by_field(spec: GrammarSpec) -> None:
@@ -291,6 +293,15 @@ def test_p17_thinking_ends_before_the_grammar_begins(overlap: bool) -> None:
     core.submit(grammar_request("direct", schema(ANSWER), prompt="<｜Assistant｜></think>"))
     assert json.loads(text_of(drain(core)["direct"])).keys() == {"answer"}
     core.shutdown()
+
+
+def test_a_grammar_that_leads_nowhere_is_named_as_what_is_wrong() -> None:
+    core = writing_core()
+    spec = GrammarSpec(kind="ebnf", text='root ::= "a" endless\nendless ::= endless "b"')
+    core.submit(grammar_request("one", spec))
+    last = drain(core)["one"][-1]
+    assert last.finish_reason is FinishReason.ERROR
+    assert "cannot come to an end" in (last.error or "")
 
 
 def test_an_answer_cannot_end_before_its_grammar_began() -> None:
