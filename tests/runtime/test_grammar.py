@@ -495,7 +495,8 @@ def test_grammars_are_counted() -> None:
     stats = core.stats()
     assert (stats.grammar_compile_s.count, stats.num_grammar_hits) == (1, 1)
     assert stats.num_grammars_refused == 1
-    text = render(stats, core.info(), "m", ServerCounters(), core.expert_stats(), {}).decode()
+    experts, counters = core.expert_stats(), ServerCounters()
+    text = render(stats, core.info(), "m", counters, experts, {}, age_s=0.0).decode()
     for name in ("cache_hits_total", "refusals_total", "compile_seconds_count"):
         assert f'moet:grammar_{name}{{model_name="m"}} 1.0' in text
     core.shutdown()
