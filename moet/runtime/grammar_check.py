@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from moet.errors import RequestError
@@ -30,7 +30,7 @@ def check_grammar(spec: GrammarSpec) -> None:
         value = json.loads(spec.text)
     except (ValueError, RecursionError) as error:
         raise refusal(spec, "it is not JSON, or nested too deep") from error
-    if _depth(value) > MAX_DEPTH:
+    if sum(1 for _ in levels(value)) > MAX_DEPTH:
         raise refusal(spec, f"it is nested deeper than {MAX_DEPTH} levels")
     if spec.kind == "choice":
         texts = isinstance(value, list) and value and all(isinstance(v, str) and v for v in value)
@@ -93,14 +93,15 @@ def schemas_in(schema: object) -> Iterator[dict[str, Any]]:
             yield from schemas_in(value)
 
 
-def _depth(value: object) -> int:
-    """Levels of nesting, found without recursion."""
-    deepest, todo = 0, [(value, 1)]
-    while todo:
-        item, depth = todo.pop()
-        deepest = max(deepest, depth)
-        if isinstance(item, dict):
-            todo += [(child, depth + 1) for child in item.values()]
-        elif isinstance(item, list):
-            todo += [(child, depth + 1) for child in item]
-    return deepest
+def levels(value: object) -> Iterator[list[object]]:
+    """What stands at each level of nesting, the value itself first; found without recursion."""
+    level = [value]
+    while level:
+        yield level
+        level = [child for item in level for child in _children(item)]
+
+
+def _children(item: object) -> Iterable[object]:
+    if isinstance(item, dict):
+        return item.values()
+    return item if isinstance(item, list) else ()

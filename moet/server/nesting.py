@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
+from moet.runtime.grammar_check import levels
+
 MAX_DEPTH = 128
 
 
 def is_too_deep(value: object) -> bool:
     """Whether lists and objects nest deeper than MAX_DEPTH; found without recursion."""
-    level = [value]
-    for _ in range(MAX_DEPTH + 1):
-        inner: list[object] = []
-        for item in level:
-            if isinstance(item, dict):
-                inner += [each for each in item.values() if isinstance(each, dict | list)]
-            elif isinstance(item, list):
-                inner += [each for each in item if isinstance(each, dict | list)]
-        if not inner:
-            return False
-        level = inner
-    return True
+    beyond = next(islice(levels(value), MAX_DEPTH + 1, None), [])
+    return any(isinstance(each, dict | list) for each in beyond)
