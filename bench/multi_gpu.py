@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ from bench.suite import Bench
 from bench.timeline import timeline
 from moet.bench.device_rig import DeviceRig
 from moet.bench.device_step import profile_kernels
+from moet.bench.results import Row
 from moet.bench.rig import Shape
 from moet.config import KVDtype, ModelSettings, ParallelConfig
 from moet.errors import MoetError
@@ -138,19 +139,9 @@ class RankBench(Bench):
     ways: Sequence[str] = ()
     timeline: bool = False
 
-    def add(
-        self,
-        case: str,
-        value: float,
-        unit: str,
-        *,
-        better: Literal["lower", "higher"] = "lower",
-        floor: float | None = None,
-        target: float | None = None,
-        note: str = "",
-    ) -> None:
+    def keep(self, row: Row) -> None:
         if self.rank == 0:
-            super().add(case, value, unit, better=better, floor=floor, target=target, note=note)
+            super().keep(row)
             self.write()
 
     def run(self, name: str, work: Callable[[], None]) -> None:

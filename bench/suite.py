@@ -40,7 +40,7 @@ class Bench:
         note: str = "",
     ) -> None:
         value = round(value, 4)
-        self.rows.append(
+        self.keep(
             Row(
                 case=case,
                 value=value,
@@ -51,8 +51,12 @@ class Bench:
                 note=note,
             )
         )
-        goal = "" if target is None else f"  target {target:g}"
-        print(f"{case:<58} {value:>12.4f} {unit:<9}{goal}  {note}", flush=True)
+
+    def keep(self, row: Row) -> None:
+        """Tell of a row and have it in the file."""
+        self.rows.append(row)
+        goal = "" if row.target is None else f"  target {row.target:g}"
+        print(f"{row.case:<58} {row.value:>12.4f} {row.unit:<9}{goal}  {row.note}", flush=True)
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
