@@ -355,24 +355,11 @@ def index_select(
         part = slice(first, last)
         where = rows.positions[part], rows.page_rows[part]
         heads = gate[part], gate_scale
-        _select(q[part], heads, keys, where, rows.page_table, ratio, width, out[part])
+        scores = torch.empty((last - first, width), dtype=torch.float32, device=q.device)
+        if width > top_k:
+            _score(q[part], heads, keys, where, rows.page_table, ratio, scores, top_k)
+        _choose(scores, where[0], ratio, out[part])
     return out
-
-
-def _select(
-    q: Tensor,
-    heads: tuple[Tensor, float],
-    keys: Cache,
-    where: tuple[Tensor, Tensor],
-    page_table: Tensor,
-    ratio: int,
-    width: int,
-    out: Tensor,
-) -> None:
-    scores = torch.empty((len(q), width), dtype=torch.float32, device=q.device)
-    if width > out.shape[1]:
-        _score(q, heads, keys, where, page_table, ratio, scores, out.shape[1])
-    _choose(scores, where[0], ratio, out)
 
 
 def _score(

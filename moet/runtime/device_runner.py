@@ -184,7 +184,7 @@ class DeviceRunner:
             self._go_on(batch, pending)
             if others:
                 started_s = perf_counter()
-                self.eager.run_rows(self._told(batch.rows), others, result)
+                self.eager.run_rows(self._told(batch.rows, others), others, result)
                 self._take_fault(others, result)
                 result.device_s = perf_counter() - started_s
             self._tell_of_faults(result)
@@ -239,11 +239,14 @@ class DeviceRunner:
         steps = [_step_row(row) for row in rows]
         return self.graphs.launch(steps, partial(self.eager.save_snapshots, rows))
 
-    def _told(self, rows: list[Row]) -> list[Row]:
-        """Rows for the eager runner, whose drafts a graph or a chunk may have made."""
-        if self._drawn is None:
-            return rows
-        return [self._drawn.told(row, self.sampler.vocab_size) for row in rows]
+    def _told(self, rows: list[Row], others: list[int]) -> list[Row]:
+        """Rows, of which the eager runner takes `others`: a graph or a chunk may have made their
+        drafts."""
+        told = list(rows)
+        if self._drawn is not None:
+            for i in others:
+                told[i] = self._drawn.told(rows[i], self.sampler.vocab_size)
+        return told
 
     def _parts(self, batch: Batch, indices: list[int]) -> tuple[list[int], list[int], list[int]]:
         """Places of the rows that a graph, a chunk pass and the eager runner take: the last one

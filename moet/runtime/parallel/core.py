@@ -139,10 +139,14 @@ def compared(group: Group, step: int, result: StepResult) -> StepResult:
     """
     group.monitor.require_sound()
     if result.failed:
-        reason = next(iter(result.errors.values()))
-        raise GroupError(group.monitor.fail(f"{group.name} failed in step {step}: {reason}"))
+        raise ended(group, step, next(iter(result.errors.values())))
     group.agree(digest(result), f"the tokens of step {step}")
     return result
+
+
+def ended(group: Group, step: int, why: str) -> GroupError:
+    """End the group for what went wrong on this rank in a step; says what counts."""
+    return GroupError(group.monitor.fail(f"{group.name} failed in step {step}: {why}"))
 
 
 def end_on_faults(group: Group, core: EngineCore) -> None:
@@ -150,7 +154,7 @@ def end_on_faults(group: Group, core: EngineCore) -> None:
     others, whose collectives then wait, bring nonsense, or abort the process."""
 
     def tell(fault: str) -> NoReturn:
-        raise GroupError(group.monitor.fail(f"{group.name} failed in step {group.step}: {fault}"))
+        raise ended(group, group.step, fault)
 
     core.on_fault(tell)
 
@@ -165,8 +169,7 @@ def follow(group: Group, core: EngineCore) -> None:
         raise
     except Exception as error:
         logger.exception("%s cannot go on", group.name)
-        reason = f"{group.name} failed in step {group.step}: {told(error)}"
-        raise GroupError(group.monitor.fail(reason)) from error
+        raise ended(group, group.step, told(error)) from error
     logger.info("%s stops, as rank 0 said", group.name)
     group.close()
     core.shutdown()
