@@ -99,6 +99,7 @@ def begin(
         token_ids=token_ids,
         positions=positions,
     )
+    choosing.num_counters = 0  # which `mix` alone has a use for
     tokens = x.shape[0]
     hidden = torch.empty(tokens, shared.intermediate_size, dtype=torch.bfloat16, device=x.device)
     if tokens:

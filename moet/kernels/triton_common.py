@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-# mypy: disable-error-code="import-untyped, attr-defined, misc"
+# mypy: disable-error-code="import-untyped, attr-defined, misc, assignment"
 """Small device functions that the Triton kernels share: number formats by bits, and rotation.
 
 They hold for any shape of block and are the same in the interpreter and on a GPU.
@@ -51,9 +51,41 @@ def begin(OVERLAP: tl.constexpr):
     The next one may read weights, but nothing that kernels write, before it has waited for the end
     of this one; then all that came before has ended, too.
     """
+    let_next(OVERLAP)
+    wait(OVERLAP)
+
+
+@triton.jit
+def let_next(OVERLAP: tl.constexpr):
+    """The next kernel may come."""
     if OVERLAP:
         gdc_launch_dependents()
+
+
+@triton.jit
+def wait(OVERLAP: tl.constexpr):
+    """What the kernel ahead wrote is there."""
+    if OVERLAP:
         gdc_wait()
+
+
+@triton.jit
+def as_here(x, OVERLAP: tl.constexpr):
+    """x, of bytes or of two, which the compiler may place elsewhere only from here on: it would put
+    what is loaded into shared memory at once, and wait for it ahead of the next load."""
+    if OVERLAP:
+        PACK: tl.constexpr = 4 // (x.dtype.primitive_bitwidth // 8)
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, False, PACK)
+    return x
+
+
+@triton.jit
+def all_here(blocks, NUM: tl.constexpr, OVERLAP: tl.constexpr):
+    """as_here of the first NUM of a tuple."""
+    here = ()
+    for b in tl.static_range(NUM):
+        here = here + (as_here(blocks[b], OVERLAP),)  # noqa: RUF005  (no unpacking)
+    return here
 
 
 @triton.jit

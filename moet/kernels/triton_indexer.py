@@ -44,8 +44,8 @@ def hadamard_matrix(DIM: tl.constexpr):
 @triton.jit
 def prepare_heads(
     q,
-    cos_ptr,
-    sin_ptr,
+    cos,
+    sin,
     out,
     row,
     first,
@@ -54,7 +54,6 @@ def prepare_heads(
     HEADS: tl.constexpr,
     EACH: tl.constexpr,
     DIM: tl.constexpr,
-    ROPE: tl.constexpr,
 ):
     """Rotation, Hadamard, MXFP4 and back: EACH heads of a row from `first` on."""
     head = first + tl.arange(0, EACH)
@@ -62,7 +61,6 @@ def prepare_heads(
     at = head[:, None] * DIM + i[None, :]
     inside = (head < HEADS)[:, None]
     x = tl.load(q + row * stride + at, mask=inside, other=0.0).to(tl.float32)
-    cos, sin = load_rotation(cos_ptr, sin_ptr, row, DIM, ROPE)
     x = rotate_pairs(x, cos, sin).to(tl.bfloat16)
     x = (tl.dot(x, sign) * (DIM**-0.5)).to(tl.bfloat16).to(tl.float32)
     blocks = tl.reshape(x, [EACH, DIM // 32, 32])
@@ -93,7 +91,8 @@ def prepare_query(
     sign = hadamard_matrix(DIM)
     for i in range(tl.minimum(num_rows - first, rows_each)):
         row = first + i
-        prepare_heads(q, cos_ptr, sin_ptr, out, row, head, stride, sign, HEADS, EACH, DIM, ROPE)
+        cos, sin = load_rotation(cos_ptr, sin_ptr, row, DIM, ROPE)
+        prepare_heads(q, cos, sin, out, row, head, stride, sign, HEADS, EACH, DIM)
 
 
 @triton.jit

@@ -13,13 +13,14 @@ from torch import Tensor
 from moet.kernels.cache import Cache, Fp8Rows
 from moet.kernels.triton_common import (
     CODED_ROWS,
-    begin,
     kernel,
+    let_next,
     load_rotation,
     load_turns,
     overlap,
     rotate_pairs,
     store_fp8_row,
+    wait,
 )
 from moet.kernels.triton_indexer import hadamard_matrix, index_query, prepare_heads
 
@@ -56,12 +57,16 @@ def norm_rope(
     INDEX_DIM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Row and part: EACH heads, or behind them INDEX_EACH heads of the index query."""
-    begin(OVERLAP)
+    """Row and part: EACH heads, or behind them INDEX_EACH heads of the index query. The
+    matrix that mixes a query is made, and angles are read, while the product ahead still runs: it
+    has waited for what made them before it let this kernel start."""
+    let_next(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     PARTS: tl.constexpr = (HEADS + EACH - 1) // EACH
     if part < PARTS:
+        first, second = load_turns(cos_ptr, sin_ptr, row, DIM, ROPE)
+        wait(OVERLAP)
         head = part * EACH + tl.arange(0, EACH)
         at = head[:, None] * DIM + tl.arange(0, DIM)[None, :]
         inside = (head < HEADS)[:, None]
@@ -71,24 +76,25 @@ def norm_rope(
         factor = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
         x = (x * factor).to(out.dtype.element_ty).to(tl.float32)
         other = (other * factor).to(out.dtype.element_ty).to(tl.float32)
-        first, second = load_turns(cos_ptr, sin_ptr, row, DIM, ROPE)
         # As in rotate_pairs: which product is rounded is not the compiler's choice.
         x = tl.fma(x, tl.broadcast_to(first, [EACH, DIM]), other * second)
         tl.store(out + row * HEADS * DIM + at, x.to(out.dtype.element_ty), mask=inside)
     elif INDEX_HEADS > 0:
+        cos, sin = load_rotation(cos_ptr, sin_ptr, row, INDEX_DIM, ROPE)
+        sign = hadamard_matrix(INDEX_DIM)
+        wait(OVERLAP)
         prepare_heads(
             q + HEADS * DIM,
-            cos_ptr,
-            sin_ptr,
+            cos,
+            sin,
             index_out,
             row,
             (part - PARTS) * INDEX_EACH,
             stride,
-            hadamard_matrix(INDEX_DIM),
+            sign,
             INDEX_HEADS,
             INDEX_EACH,
             INDEX_DIM,
-            ROPE,
         )
 
 

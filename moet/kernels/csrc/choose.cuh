@@ -53,6 +53,9 @@ struct Choose {
   int* slots;          // [experts]
   int* first_place;    // [experts + 1]
   uint32_t* totals;    // [warps]
+  static constexpr int OWN = MAX_ROUTED / THREADS;
+  int64_t first_slots[OWN], second_slots[OWN];  // of this thread's experts
+  float own_bias;      // of expert tid
   DEVICE Choose(const ChooseArgs& args) : p(args) {
     tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
     score = reinterpret_cast<float*>(dynamic_shared());
@@ -68,12 +71,13 @@ struct Choose {
     uint4 ahead[8];
     if (p.x) load_stage(first_stage(), ahead);  // weights do not wait for x
     wait_for_previous_kernel();
-    if (blockIdx.x == 0) {
+    if (blockIdx.x == 0 && p.num_counters > 0) {  // a fence takes its time, and all wait for this CTA
       for (int i = tid; i < p.num_counters; i += THREADS) p.counters[i] = 0;
       fence_device();
     }
     sync_threads();
     let_next_kernel_start();  // it finds the counters zero
+    ask();
     if (p.x) {
       logits(ahead);
       if (!last_to_arrive()) return;
@@ -92,11 +96,30 @@ struct Choose {
     }
     list();
   }
-  DEVICE void read_slots() {
-    for (int e = tid; e < p.experts; e += THREADS) {
-      int64_t second = p.slot_of[1] ? p.slot_of[1][e] : -1, first = p.slot_of[0][e];
-      slots[e] = static_cast<int>(second >= 0 ? second | OF_SECOND : first);
+  // For what the last CTA to arrive would otherwise ask for only then.
+  DEVICE void ask() {
+#pragma unroll
+    for (int j = 0; j < OWN; j++) {
+      int e = tid + j * THREADS;
+      bool there = e < p.experts;
+      first_slots[j] = there ? p.slot_of[0][e] : -1;
+      second_slots[j] = there && p.slot_of[1] ? p.slot_of[1][e] : -1;
     }
+    own_bias = p.bias && tid < p.experts ? p.bias[tid] : 0.0f;
+  }
+  DEVICE void read_slots() {
+#pragma unroll
+    for (int j = 0; j < OWN; j++) {
+      int e = tid + j * THREADS;
+      if (e >= p.experts) break;
+      slots[e] = static_cast<int>(second_slots[j] >= 0 ? second_slots[j] | OF_SECOND : first_slots[j]);
+    }
+  }
+  // What chooses beside score i of [tokens, experts].
+  DEVICE float bias_of(int i) const {
+    if (!p.bias) return 0.0f;
+    if (p.experts == THREADS) return own_bias;
+    return p.bias[i - divide(i, p.experts_inverse) * p.experts];
   }
   DEVICE int checked(int64_t e) const {
     return e >= 0 && e < p.experts ? static_cast<int>(e) : e == -1 ? -1 : p.experts;
@@ -198,7 +221,7 @@ struct Choose {
         for (int s = 0; s < AT_ONCE; s++) v = first + s ? v + part[s] : part[s];
       }
       float s = router_score(v, p.sigmoid);
-      uint32_t bits = float_bits(s + (p.bias ? p.bias[i - divide(i, p.experts_inverse) * p.experts] : 0.0f) + 0.0f);
+      uint32_t bits = float_bits(s + bias_of(i) + 0.0f);
       score[i] = s;
       key[i] = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
     }
