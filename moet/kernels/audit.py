@@ -1,7 +1,8 @@
 """Re-check cubins/ against its sources and manifest: `python -m moet.kernels.audit`.
 
 Disassembles every cubin. Fails on a stale source, a changed cubin, a spill, a missing or unwanted
-instruction, or fewer CTAs per SM than a kernel declares. Needs no GPU and no compiler.
+instruction, fewer CTAs per SM than a kernel declares, or registers taken that it has not. Needs no
+GPU and no compiler.
 """
 
 from __future__ import annotations
@@ -50,6 +51,18 @@ def early_leaves(lines: Sequence[str]) -> int:
     return count
 
 
+def registers_missing(registers: int, threads: int, ops: Sequence[str]) -> int:
+    """By how many registers a thread of each warpgroup, one of which gives registers and all others
+    take them, want more than the kernel has: the last to ask would wait for ever. 0: none."""
+    found = {"DEALLOC": registers, "TRY_ALLOC": registers}
+    for op in ops:
+        if "USETMAXREG" in op:
+            found["TRY_ALLOC" if "TRY_ALLOC" in op else "DEALLOC"] = int(op.split()[-1], 16)
+    groups = threads // 128
+    wanted = found["DEALLOC"] + (groups - 1) * found["TRY_ALLOC"]
+    return max(0, wanted - groups * registers)
+
+
 def check_kernel(
     arch: str, kernel: str, facts: dict[str, Any], use: dict[str, int], ops: list[str]
 ) -> list[str]:
@@ -65,6 +78,9 @@ def check_kernel(
         problems.append(
             f"{use['REG']} registers allow {ctas} CTAs, {facts['ctas_per_sm']} declared"
         )
+    missing = registers_missing(use["REG"], facts["threads"], ops)
+    if missing:
+        problems.append(f"its warpgroups want {missing} registers more than it has, and would hang")
     needed = required(arch, kernel)
     if needed and not any(op.startswith(needed) for op in ops):
         problems.append(f"has no {needed}")

@@ -53,6 +53,11 @@ def facts_of_a_kernel() -> dict[str, Any]:
         ({}, ["HMMA.16816.F32"], "has no QGMMA"),
         ({}, ["QGMMA.64x8x32", "STL [R1]", "LDL R2"], "has 1 STL"),
         ({}, ["QGMMA.64x8x32", "F2FP.F16.E4M3.UNPACK_B R1"], "UNPACK_B"),
+        (
+            {},
+            ["QGMMA", "USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xa0", "USETMAXREG.DEALLOC.CTAPOOL 0x28"],
+            "want 8 registers more",
+        ),
     ],
 )
 def test_the_audit_names_what_is_wrong(use: dict[str, int], ops: list[str], complaint: str) -> None:

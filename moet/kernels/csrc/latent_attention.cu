@@ -85,7 +85,7 @@ struct FewHeads : LatentKeys<Key, FEW_HEADS, BOTH_AHEAD> {
   DEVICE void run() {
     this->begin();
     if (group == 2) {
-      give_registers<112>();
+      give_registers<104>();
       this->decode_all();
     } else {
       take_registers<200>();
