@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
@@ -19,6 +20,7 @@ from moet import Engine, SamplingParams, log
 from moet.config import CacheConfig, SchedulerConfig, TargetConfig
 from moet.errors import MoetError
 from moet.models.synthetic import MODEL_NAME, plan_checkpoint
+from moet.models.synthetic_design import Size
 from moet.models.synthetic_glm import MODEL_NAME as GLM
 from moet.runtime.dummy import first_layers
 
@@ -39,9 +41,9 @@ SHARED = torch.cuda.device_count() < 2
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-def folder_of(model: str, made: Path, **sizes: int) -> Path:
-    """A small model whose experts two GPUs can share."""
-    for name, content in plan_checkpoint("small", model=model).texts.items():
+def folder_of(model: str, size: Size, made: Path, **sizes: int) -> Path:
+    """A model of few layers whose experts two GPUs can share."""
+    for name, content in plan_checkpoint(size, model=model).texts.items():
         if name == "config.json":
             layers = min(NUM_LAYERS, content["num_hidden_layers"])
             content = {**first_layers(content, layers), "moe_intermediate_size": 2048, **sizes}
@@ -51,7 +53,7 @@ def folder_of(model: str, made: Path, **sizes: int) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return folder_of(MODEL_NAME, tmp_path_factory.mktemp("model"))
+    return folder_of(MODEL_NAME, "small", tmp_path_factory.mktemp("model"))
 
 
 def engine(
@@ -76,9 +78,9 @@ def engine(
     )
 
 
-def answers(engine: Engine) -> Answers:
+def answers(engine: Engine, prompts: Sequence[str] = PROMPTS) -> Answers:
     found = []
-    for completion in engine.generate(PROMPTS, GREEDY):
+    for completion in engine.generate(prompts, GREEDY):
         (choice,) = completion.choices
         assert choice.logprobs is not None
         found.append((choice.token_ids, [each.logprobs[0] for each in choice.logprobs]))
@@ -92,11 +94,11 @@ def alone(folder: Path) -> Answers:
         return answers(made)
 
 
-def answered_twice(folder: Path) -> list[Answers]:
+def answered_twice(folder: Path, prompts: Sequence[str] = PROMPTS) -> list[Answers]:
     """What two tensor ranks, which compare what they sample, answer; the second time from the
     prefix cache."""
     with engine(folder, tensor=2) as made:
-        return [answers(made), answers(made)]
+        return [answers(made, prompts), answers(made, prompts)]
 
 
 @pytest.fixture(scope="module")
@@ -174,9 +176,21 @@ def test_two_stages_give_the_bits_of_one_and_end_with_a_rank(folder: Path, alone
 
 def test_two_tensor_ranks_of_glm(tmp_path: Path) -> None:
     heads = {"qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "qk_head_dim": 128, "v_head_dim": 128}
-    folder = folder_of(GLM, tmp_path, **heads)
+    folder = folder_of(GLM, "small", tmp_path, **heads)
     with engine(folder) as made:
         alone = answers(made)
     first, second = answered_twice(folder)
+    require_equal(second, first)
+    require_alike(first, alone)
+
+
+@pytest.mark.parametrize("model", [MODEL_NAME, GLM])
+def test_two_tensor_ranks_of_released_widths(model: str, tmp_path: Path) -> None:
+    """Whose prompts and steps run the very kernels that whole models do."""
+    folder = folder_of(model, "full", tmp_path)
+    prompts = [*PROMPTS, "several words of a prompt, " * 100]
+    with engine(folder) as made:
+        alone = answers(made, prompts)
+    first, second = answered_twice(folder, prompts)
     require_equal(second, first)
     require_alike(first, alone)
