@@ -1,6 +1,4 @@
-"""Ways to run a decode step of GLM that stand side by side, and what each kernel adds to one.
-
-Knows the module constants that choose forms."""
+"""Ways to run a decode step of GLM that stand side by side, and what each kernel adds to one."""
 
 from __future__ import annotations
 
@@ -9,7 +7,6 @@ from typing import Any
 
 from bench.lone_rank import LoneComm
 from bench.timeline import Moment, by_name, one_layer
-from moet.kernels import triton_mla
 from moet.models.glm_moe_dsa import GlmMoeDsa
 from moet.models.sharding import Comm
 from moet.runtime.parallel.device import DeviceComm
@@ -17,15 +14,12 @@ from moet.runtime.parallel.device import DeviceComm
 WAYS: dict[str, dict[str, Any]] = {
     "as bound": {},
     "sums by launches": {"unsummed": False, "on_read": False},
-    "four stages of heads": {"MOST_AT_ONCE": 0},
 }
-MOST_AT_ONCE = triton_mla.MOST_AT_ONCE
 
 
 def take_way(model: object, comm: Comm, way: dict[str, Any]) -> None:
     """Bind a model's steps as a way has it; {} is as they are bound."""
     assert isinstance(model, GlmMoeDsa)
-    triton_mla.MOST_AT_ONCE = way.get("MOST_AT_ONCE", MOST_AT_ONCE)
     layers = [*model.layers, *([] if model.mtp is None else [model.mtp.layer])]
     for layer in layers:
         if layer.moe is not None:

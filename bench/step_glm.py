@@ -36,7 +36,6 @@ from moet.bench.device_rig import DeviceRig
 from moet.bench.device_step import OpRecorder, profile_kernels
 from moet.bench.rig import Shape
 from moet.config import ModelSettings
-from moet.kernels import device_latents
 from moet.kernels.device_gemm import Device
 from moet.kernels.quant import Activations
 from moet.kernels.registry import watching
@@ -228,36 +227,31 @@ def decode_rows(bench: Bench, rig: DeviceRig, layers: int, num_steps: int) -> No
 def chunk_rows(
     bench: Bench, rig: DeviceRig, made: DummyModel, device: Device, layers: int, ranks: int
 ) -> None:
-    """A prompt of one chunk, by forms of its attention: whether logits and state are the same, the
-    memory that it needs and what its kernels take."""
+    """A prompt of one chunk: whether it repeats its logits and state, the memory that it needs and
+    what its kernels take."""
     ids = torch.randint(0, made.model.vocab_size, (PROMPT,))
     label = f"chunk of {PROMPT}, {ranks} ranks"
-    first: list[Tensor] = []
-    kept = device_latents.AHEAD
-    ways = {"chunk kernel": False, "chunk kernel, keys ahead": True}
-    for name, way in ways.items():
-        with bench.part(f"{label}, {name}"):
-            device_latents.AHEAD = way
+    with bench.part(label):
+        found = []
+        for _ in range(2):
             steps = Steps(made, device, PROMPT)
-            found = [steps.run(ids, 0), *steps.kv.values()]
-            first = first or found
-            num_off = sum(int((a != b).sum()) for a, b in zip(first, found, strict=True))
-            note = f"{num_off} values of logits and state differ; "
-            rig.time_prompt(PROMPT, PROMPT)
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            taken_ms = 1e3 * median(rig.time_prompt(PROMPT, PROMPT) for _ in range(3))
-            peak = torch.cuda.max_memory_allocated() - before
-            note += f"{taken_ms:.1f} ms; {taken_ms / layers:.2f} ms a layer; "
-            note += f"{peak / GIB:.3f} GiB above the rest, {peak / PROMPT:.0f} B a token"
-            rate = PROMPT / taken_ms * 1e3
-            bench.add(f"{label}, {name}", rate, "tokens/s", better="higher", note=note)
-            kernels = profile_kernels(lambda: rig.time_prompt(PROMPT, PROMPT), 1)
-            for kernel in kernels[:20]:
-                case = kernel.name.replace("(anonymous namespace)::", "")[:60]
-                note = f"{kernel.num_launches:.0f} launches"
-                bench.add(f"{label}, {name}: {case}", kernel.time_us / 1e3, "ms", note=note)
-    device_latents.AHEAD = kept
+            found.append([steps.run(ids, 0), *steps.kv.values()])
+        num_off = sum(int((a != b).sum()) for a, b in zip(*found, strict=True))
+        del steps, found
+        note = f"{num_off} values of logits and state differ when repeated; "
+        rig.time_prompt(PROMPT, PROMPT)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        taken_ms = 1e3 * median(rig.time_prompt(PROMPT, PROMPT) for _ in range(3))
+        peak = torch.cuda.max_memory_allocated() - before
+        note += f"{taken_ms:.1f} ms; {taken_ms / layers:.2f} ms a layer; "
+        note += f"{peak / GIB:.3f} GiB above the rest, {peak / PROMPT:.0f} B a token"
+        bench.add(label, PROMPT / taken_ms * 1e3, "tokens/s", better="higher", note=note)
+        kernels = profile_kernels(lambda: rig.time_prompt(PROMPT, PROMPT), 1)
+        for kernel in kernels[:20]:
+            case = kernel.name.replace("(anonymous namespace)::", "")[:60]
+            note = f"{kernel.num_launches:.0f} launches"
+            bench.add(f"{label}: {case}", kernel.time_us / 1e3, "ms", note=note)
 
 
 def long_rows(bench: Bench, rig: DeviceRig, num_steps: int) -> None:

@@ -19,7 +19,6 @@ LOG2E = 1.4426950408889634
 SMALL = 256.0  # how much smaller keys are in shared memory
 MANY_ROWS = 128  # of so many rows each has a CTA of its own; fewer are cut by tiles
 MAX_CHOSEN = 2048  # positions of a row, which wait in shared memory
-AHEAD = False  # whether all keys of a tile are read while the one before is multiplied
 FEW_HEADS = 32  # up to so many are columns of the matrix instructions instead of rows
 
 
@@ -78,9 +77,7 @@ def attend_chosen(
         top_k=top_k,
     )
     kind = "chosen" if num_heads > FEW_HEADS else "few"
-    coding = "fp8"
-    if isinstance(form, Nvfp4LatentRows):
-        coding = "nvfp4_ahead" if AHEAD else "nvfp4"
+    coding = "nvfp4" if isinstance(form, Nvfp4LatentRows) else "fp8"
     launcher.launch(
         f"attend_{kind}_{coding}",
         grid=min(num_rows, launcher.num_sms),

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-# mypy: disable-error-code="import-untyped, attr-defined, misc, assignment"
-
+# mypy: disable-error-code="import-untyped, attr-defined, misc, assignment, var-annotated"
+# ruff: noqa: RUF005  (tuples of blocks grow by addition: the compiler knows no unpacking)
 """What heads ask for in latent attention, and the product with a matrix per head. A program has a
 tile of outputs whose weights meet each row by itself, so that no row meets another."""
 
@@ -17,6 +17,7 @@ from moet.kernels.mla_cache import Fp8IndexKeys
 from moet.kernels.quant import Activations
 from moet.kernels.triton_common import (
     CODED_ROWS,
+    as_here,
     begin,
     e4m3_codes,
     e4m3_exponent,
@@ -83,6 +84,58 @@ def turn_heads(
 
 
 @triton.jit
+def few_of(
+    x,
+    weight,
+    scales,
+    head,
+    n,
+    t,
+    num_rows,
+    x_row,
+    x_head,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    INPUTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """As tile_of, bit for bit, for few rows: all weights are asked for before the kernel ahead has
+    made x, and all of x before any of it is used. Begins the kernel."""
+    FP8: tl.constexpr = weight.dtype.element_ty == tl.uint8
+    OUTPUTS: tl.constexpr = n.shape[0]
+    ROWS: tl.constexpr = t.shape[0]
+    real, there = (n < N)[:, None], (t < num_rows)[None, :]
+    place = (head * N + n)[:, None] * K
+    k = tl.arange(0, INPUTS)
+    weights = ()
+    factors = ()
+    for b in tl.static_range(K // INPUTS):
+        w_at = weight + (place + b * INPUTS) + k[None, :]
+        weights = weights + (tl.load(w_at, mask=real, other=0),)
+        if FP8:
+            at = (head * (N // 64) + n // 64) * (K // 64) + b * INPUTS // 64
+            factors = factors + (tl.load(scales + at),)
+    tl.debug_barrier()  # or the compiler would ask for one after the other
+    here = ()
+    for b in tl.static_range(K // INPUTS):
+        here = here + (as_here(weights[b], OVERLAP),)
+    begin(OVERLAP)
+    x_at = x + head * x_head + t.to(tl.int64)[None, :] * x_row + k[:, None]
+    values = ()
+    for b in tl.static_range(K // INPUTS):
+        values = values + (tl.load(x_at + b * INPUTS, mask=there, other=0.0),)
+    tl.debug_barrier()  # or the compiler would ask for one after the other
+    acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    for b in tl.static_range(K // INPUTS):
+        if FP8:
+            code = here[b].to(tl.float8e4nv, bitcast=True)
+            acc += tl.dot(code.to(tl.float32).to(tl.bfloat16), values[b]) * factors[b][:, None]
+        else:
+            acc = tl.dot(here[b], values[b], acc)
+    return acc
+
+
+@triton.jit
 def tile_of(
     x,
     weight,
@@ -138,17 +191,21 @@ def multiply_heads(
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     QUANT: tl.constexpr,
+    FEW: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """OUTPUTS of a head for a tile of rows, as values, or as e4m3 with a scale if QUANT, which
-    takes 128 outputs."""
-    begin(OVERLAP)
+    takes 128 outputs. FEW: as few_of has it."""
     BLOCKS: tl.constexpr = (N + OUTPUTS - 1) // OUTPUTS
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     block = tl.program_id(0) % BLOCKS
     n = block * OUTPUTS + tl.arange(0, OUTPUTS)
     t = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    acc = tile_of(x, weight, scales, head, n, t, num_rows, x_row, x_head, N, K, INPUTS)
+    if FEW:
+        acc = few_of(x, weight, scales, head, n, t, num_rows, x_row, x_head, N, K, INPUTS, OVERLAP)
+    else:
+        begin(OVERLAP)
+        acc = tile_of(x, weight, scales, head, n, t, num_rows, x_row, x_head, N, K, INPUTS)
     acc = acc.to(tl.bfloat16)
     there = (t < num_rows)[None, :]
     row = t.to(tl.int64)[None, :]
@@ -190,10 +247,13 @@ def make_queries(
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
+    FEW: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Tile of rows and part: a head's outputs, or behind all of them what turns of one row."""
-    begin(OVERLAP)
+    """Tile of rows and part: a head's outputs, or behind all of them what turns of one row. FEW: as
+    few_of has it."""
+    if not FEW:
+        begin(OVERLAP)
     PLACES: tl.constexpr = HEADS * ((LATENT + OUTPUTS - 1) // OUTPUTS)
     place, tile = tl.program_id(0), tl.program_id(1)
     if place < PLACES:
@@ -201,13 +261,21 @@ def make_queries(
         head = (place // BLOCKS).to(tl.int64)
         n = place % BLOCKS * OUTPUTS + tl.arange(0, OUTPUTS)
         t = tile * ROWS + tl.arange(0, ROWS)
-        acc = tile_of(
-            q, weight, scales, head, n, t, num_rows, stride, NOPE + ROPE, LATENT, NOPE, INPUTS
-        )
+        if FEW:
+            acc = few_of(
+                *(q, weight, scales, head, n, t, num_rows, stride),
+                *(NOPE + ROPE, LATENT, NOPE, INPUTS, OVERLAP),
+            )
+        else:
+            acc = tile_of(
+                q, weight, scales, head, n, t, num_rows, stride, NOPE + ROPE, LATENT, NOPE, INPUTS
+            )
         to = query + (t.to(tl.int64)[None, :] * HEADS + head) * (LATENT + ROPE) + n[:, None]
         real = (n < LATENT)[:, None] & (t < num_rows)[None, :]
         tl.store(to, acc.to(query.dtype.element_ty), mask=real)
     else:
+        if FEW:
+            begin(OVERLAP)
         row = (tile * ROWS + (place - PLACES) % ROWS).to(tl.int64)
         if row < num_rows:
             turn_heads(
@@ -266,6 +334,7 @@ def latent_queries(
             ROWS=rows,
             OUTPUTS=OUTPUTS,
             INPUTS=min(INPUTS, nope),
+            FEW=rows == FEW_ROWS,
             num_warps=4,
             num_stages=4,
             **overlap(q),
@@ -311,8 +380,9 @@ def head_products(x: Tensor, weight: HeadMatrices, *, quantised: bool) -> Activa
             OUTPUTS=outputs,
             INPUTS=min(INPUTS, k),
             QUANT=quant,
-            num_warps=4,
-            num_stages=1 + k // INPUTS if at_once else 4,
+            FEW=at_once,
+            num_warps=8 if at_once else 4,
+            num_stages=4,
             **overlap(x),
         )
     return Activations(None, codes, scale) if quant else Activations(values)

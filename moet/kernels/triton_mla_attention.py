@@ -20,7 +20,7 @@ from moet.kernels.rows import Rows
 from moet.kernels.stream_gemm import Launcher
 from moet.kernels.triton_attention import LOG2E, MAX_PARTS, TILES_AHEAD
 from moet.kernels.triton_attention_tiles import attend_tile, scaled_sum, shares
-from moet.kernels.triton_common import begin, e2m1_values, kernel, overlap
+from moet.kernels.triton_common import all_here, begin, e2m1_values, kernel, overlap
 
 # Of one program: the rows of its matrix instructions. NVFP4 rows take more memory as they unfold.
 HEADS_EACH = {"sm90a": 64, "sm120a": 16}
@@ -192,7 +192,7 @@ def attend_latents(
     OVERLAP: tl.constexpr,
 ):
     """Row, tile, head block. WHOLE: all tiles of a row in turn, and its output; otherwise one tile,
-    and its sums."""
+    and its sums; its queries go into shared memory when all that is read has been asked for."""
     begin(OVERLAP)
     BLOCKS: tl.constexpr = LATENT // 64
     row = tl.program_id(0).to(tl.int64)
@@ -237,6 +237,7 @@ def attend_latents(
                 position.to(tl.int64), table, valid, PAGE_BYTES, ENTRIES, ROW_BYTES
             )
             blocks = load_latents_at_once(pages, at, valid, LATENT, ROPE, NVFP4)
+            q = all_here(q, BLOCKS + 1, OVERLAP)
             weight, top, total = attend_tile(q, blocks, valid, scale, BLOCKS + 1)
             part = (row * num_tiles + tile) * HEADS + h
             tl.store(part_sum + part * 2, top, mask=h < HEADS)

@@ -9,9 +9,9 @@
 #if MOET_SM == 90  // sm_120a has no room for a tile of keys
 
 // Up to 64 heads are the rows of the matrix instructions.
-template <class Key, bool BOTH_AHEAD>
-struct ManyHeads : LatentKeys<Key, 64, BOTH_AHEAD> {
-  using Base = LatentKeys<Key, 64, BOTH_AHEAD>;
+template <class Key>
+struct ManyHeads : LatentKeys<Key, 64> {
+  using Base = LatentKeys<Key, 64>;
   using Base::p, Base::group, Base::full, Base::empty, Base::tile, Base::queries, Base::queries_full;
   HeadRows<WIDTH / 64> heads;
 
@@ -62,9 +62,9 @@ struct ManyHeads : LatentKeys<Key, 64, BOTH_AHEAD> {
 // these are; both multiply each tile with half of the values.
 constexpr int FEW_HEADS = 32, ROW_OF_LOGITS = KEYS + 4;
 
-template <class Key, bool BOTH_AHEAD>
-struct FewHeads : LatentKeys<Key, FEW_HEADS, BOTH_AHEAD> {
-  using Base = LatentKeys<Key, FEW_HEADS, BOTH_AHEAD>;
+template <class Key>
+struct FewHeads : LatentKeys<Key, FEW_HEADS> {
+  using Base = LatentKeys<Key, FEW_HEADS>;
   using Base::p, Base::lane, Base::warp, Base::group, Base::leave, Base::full, Base::empty, Base::tile;
   using Base::queries, Base::queries_full, Base::queries_empty, Base::weighed;
   float acc[4][16], top[8], total[8];  // of heads 8 (i / 2) + 2 (lane & 3) + i % 2
@@ -222,16 +222,12 @@ struct FewHeads : LatentKeys<Key, FEW_HEADS, BOTH_AHEAD> {
   }
 };
 
-KERNEL(LATENT_THREADS, 1) attend_chosen_nvfp4(GRID_CONSTANT LatentArgs args) { ManyHeads<Nvfp4Key, false>(args).run(); }
+KERNEL(LATENT_THREADS, 1) attend_chosen_nvfp4(GRID_CONSTANT LatentArgs args) { ManyHeads<Nvfp4Key>(args).run(); }
 LAUNCHABLE(attend_chosen_nvfp4, LatentArgs, LATENT_THREADS)
-KERNEL(LATENT_THREADS, 1) attend_chosen_nvfp4_ahead(GRID_CONSTANT LatentArgs args) { ManyHeads<Nvfp4Key, true>(args).run(); }
-LAUNCHABLE(attend_chosen_nvfp4_ahead, LatentArgs, LATENT_THREADS)
-KERNEL(LATENT_THREADS, 1) attend_chosen_fp8(GRID_CONSTANT LatentArgs args) { ManyHeads<Fp8Key, false>(args).run(); }
+KERNEL(LATENT_THREADS, 1) attend_chosen_fp8(GRID_CONSTANT LatentArgs args) { ManyHeads<Fp8Key>(args).run(); }
 LAUNCHABLE(attend_chosen_fp8, LatentArgs, LATENT_THREADS)
-KERNEL(LATENT_THREADS, 1) attend_few_nvfp4(GRID_CONSTANT LatentArgs args) { FewHeads<Nvfp4Key, false>(args).run(); }
+KERNEL(LATENT_THREADS, 1) attend_few_nvfp4(GRID_CONSTANT LatentArgs args) { FewHeads<Nvfp4Key>(args).run(); }
 LAUNCHABLE(attend_few_nvfp4, LatentArgs, LATENT_THREADS)
-KERNEL(LATENT_THREADS, 1) attend_few_nvfp4_ahead(GRID_CONSTANT LatentArgs args) { FewHeads<Nvfp4Key, true>(args).run(); }
-LAUNCHABLE(attend_few_nvfp4_ahead, LatentArgs, LATENT_THREADS)
-KERNEL(LATENT_THREADS, 1) attend_few_fp8(GRID_CONSTANT LatentArgs args) { FewHeads<Fp8Key, false>(args).run(); }
+KERNEL(LATENT_THREADS, 1) attend_few_fp8(GRID_CONSTANT LatentArgs args) { FewHeads<Fp8Key>(args).run(); }
 LAUNCHABLE(attend_few_fp8, LatentArgs, LATENT_THREADS)
 #endif

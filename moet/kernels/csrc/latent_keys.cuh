@@ -100,7 +100,7 @@ struct LatentSight {
 };
 
 // The keys of a CTA's rows, tile by tile, and the queries of HEADS heads, real or not.
-template <class Key, int HEADS, bool BOTH_AHEAD>
+template <class Key, int HEADS>
 struct LatentKeys {
   static constexpr int QUERY_BYTES = HEADS * 128;  // of 64 columns
   const LatentArgs& p;
@@ -220,11 +220,10 @@ struct LatentKeys {
     if (row < 0) return;
     LatentSight s = sight_of(p.positions[row], p.page_rows[row]);
     const int* choices = p.selected + int64_t(row) * p.top_k;
-    // Keys of the tile that comes; where registers hold both, they are on their way for as long as one is multiplied.
+    // The first key of the tile that comes, and where the second lies.
     const uint8_t* place = find(s, at + 8, choices[at + 8]);
-    Key raw, other;
+    Key raw;
     load_key(raw, find(s, at, choices[at]));
-    if constexpr (BOTH_AHEAD) load_key(other, place);
     while (row >= 0) {
       int after = row >= static_cast<int>(gridDim.x) ? row - static_cast<int>(gridDim.x) : row;
       int64_t position = p.positions[after], page_row = p.page_rows[after];
@@ -245,14 +244,9 @@ struct LatentKeys {
         const uint8_t* first = find(of, ahead, last ? next_first : chosen()[ahead]);
         const uint8_t* second = find(of, ahead + 8, last ? next_second : chosen()[ahead + 8]);
         barrier_wait(empty(stage), turn);
-        if constexpr (BOTH_AHEAD) {
-          decode_key(raw, first, tile(stage), at);
-          decode_key(other, second, tile(stage), at + 8);
-        } else {
-          decode_key(raw, place, tile(stage), at);
-          decode_key(raw, first, tile(stage), at + 8);
-          place = second;
-        }
+        decode_key(raw, place, tile(stage), at);
+        decode_key(raw, first, tile(stage), at + 8);
+        place = second;
         fence_shared_for_matrix_units();
         barrier_arrive(full(stage));
         if (++stage == TILES_HELD) stage = 0, turn ^= 1;

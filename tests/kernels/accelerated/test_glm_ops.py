@@ -175,6 +175,8 @@ def test_head_products(rows: int, n: int, fp8: bool, device: torch.device) -> No
         coded = triton_mla.head_products(x, weight, quantised=True)
         assert coded.values is None
         assert torch.equal(coded.decoded(), fp8_qdq(plain.float(), block=128))
+    few = triton_mla.head_products(x[:3], weight, quantised=False).plain()
+    assert_close(few, plain[:3], 0.0 if device.type == "cuda" else 2**-8)
 
 
 @pytest.mark.parametrize(("chunk", "candidates"), [(1024, 16384), (64, 64)])
