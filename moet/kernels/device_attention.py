@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moet.kernels import row_attention
 from moet.kernels.attention import Sink, WindowKeys
 from moet.kernels.quant import Activations
 from moet.kernels.stream_gemm import Launcher, pointer
@@ -109,10 +110,24 @@ def window_attention_q(
     *,
     scale: float,
     num_groups: int,
+    eps: float | None = None,
 ) -> Activations:
     from moet.kernels import triton_attention  # which needs Triton; a CPU may have none
 
     assert isinstance(sink, PlacedSink)
+    if row_attention.fits(keys):
+        return row_attention.attend(
+            sink.launcher,
+            q,
+            sink.values,
+            keys,
+            cos,
+            sin,
+            scale=scale,
+            num_groups=num_groups,
+            eps=eps,
+        )
+    assert eps is None
     if keys.chunk is None:
         return triton_attention.window_attention_q(
             q, sink.values, keys, cos, sin, scale=scale, num_groups=num_groups

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moet.errors import KernelError, UnsupportedError
-from moet.kernels import grouped, layout, prefill_gemm
+from moet.kernels import grouped, layout, prefill_gemm, short_stream
 from moet.kernels.quant import Activations, as_activations
 from moet.kernels.stream_experts import Work, quantise
 from moet.kernels.stream_gemm import (
@@ -231,12 +231,19 @@ def multiply(
     rows = rows_at_once(device.launcher, stored.codec, output, num_rows, stages)
     given = rows > 8 or output == "f32"
     operand, scale = _e4m3(x, device, given=given) if weight.quantised else (x.plain(), None)
+    space = device.workspace(slices, num_rows * stored.out_features)
+    if weight.quantised and output == "bf16":
+        out = short_stream.multiply(
+            device.launcher, stored, operand, scale, error=device.error, workspace=space
+        )
+        if out is not None:
+            return out
     return stored(
         device.launcher,
         operand,
         scale,
         error=device.error,
-        workspace=device.workspace(slices, num_rows * stored.out_features),
+        workspace=space,
         output=output,
         rows=rows,
     )
@@ -371,6 +378,9 @@ def _stream_groups(
         space.fill(args, slices * args.num_rows * weight.out_features, counters)
     num_groups, stages = weight.planes.shape[0], num_stages("fp8", args.chunks, 1, slices)
     coded = rows == 8 and scale is not None and args.num_rows <= grouped.MAX_ROWS * num_groups
+    known = device.counters.numel()
+    if coded and short_stream.run_groups(device.launcher, args, num_groups, known):
+        return
     if coded and grouped.fits(device.launcher, num_groups, stages):
         grouped.run(device.launcher, args, args.num_rows // num_groups)
     else:

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from moet.kernels.device_gemm import Device
-from moet.kernels.hyper_connection import Site
+from moet.kernels.hyper_connection import Logits, Site, balanced
 from moet.kernels.mixture import MAX_CHOICES, Mixture
 from moet.kernels.quant import Activations
 from moet.kernels.stream_gemm import pointer
@@ -26,6 +27,11 @@ STEP_SHARED, TILE_SHARED = (9 * PARTS + 4) * 4, 24 * MULT * BLOCK * 4
 STEP_GROUPS = 4  # of rows, which read the weights once each
 TILE_PASS = 32  # rows that the warps of a CTA take at once
 CLUSTER_CTAS, CLUSTER_DIM, CLUSTER_SHARED = 16, 4096, 4096  # of a row, on sm90a
+TELL_THREADS, TELL_SHARED = 256, 35072
+# Behind attention, behind experts: a row alone is finished by CTAs that are told its parts, not by
+# the last to come; they run their code once while the kernel ahead still works; they leave the
+# matrix as its logits, and whoever mixes by it balances it meanwhile.
+TELLS, REHEARSES, DEFERS = (False, False), (False, False), (False, False)
 
 POINTERS = (
     "y streams post mix fn base scale weight mixed partial counters x codes code_scale next_post "
@@ -40,6 +46,8 @@ class StreamsArgs(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("rows", "rows_each", "dim", "outs", "iters")),
         *((name, ctypes.c_void_p) for name in ("parts", "part_weights", "shared", "expert_ids")),
         ("top_k", ctypes.c_int),
+        ("told", ctypes.c_void_p),
+        *((name, ctypes.c_int) for name in ("rehearses", "takes_logits", "leaves_logits")),
     ]
 
 
@@ -62,16 +70,18 @@ class Pending:
 
     y: Tensor | Mixture
     post: Tensor
-    mix: Tensor
+    mix: Tensor | Logits
 
 
 def hc_enter(streams: Tensor, site: Site) -> tuple[Activations, Tensor, Tensor]:
-    return collapse(streams, site)[1:]
+    _, x, post, mix = collapse(streams, site)
+    assert isinstance(mix, Tensor)
+    return x, post, mix
 
 
 def hc_pass(
-    y: Tensor | Mixture, streams: Tensor, post: Tensor, mix: Tensor, site: Site
-) -> tuple[Tensor, Activations, Tensor, Tensor]:
+    y: Tensor | Mixture, streams: Tensor, post: Tensor, mix: Tensor | Logits, site: Site
+) -> tuple[Tensor, Activations, Tensor, Tensor | Logits]:
     return collapse(streams, site, Pending(y, post, mix))
 
 
@@ -81,7 +91,7 @@ def hc_head_norm(streams: Tensor, site: Site) -> Tensor:
 
 def collapse(
     streams: Tensor, site: Site, pending: Pending | None = None
-) -> tuple[Tensor, Activations, Tensor, Tensor]:
+) -> tuple[Tensor, Activations, Tensor, Tensor | Logits]:
     """hc_pass, hc_enter without `pending`, or hc_head_norm if the site is a head.
 
     streams: [n, 4, dim] bf16, contiguous. Returns streams, x, post and mix; of a head the last two
@@ -94,7 +104,7 @@ def collapse(
     blocks, device, is_head = dim // BLOCK, streams.device, site.num_iters == 0
     mixed = streams if pending is None else torch.empty_like(streams)
     x = torch.empty(num_rows, dim, dtype=torch.bfloat16, device=device)
-    partial = torch.empty(num_rows * blocks * PARTS, dtype=torch.float32, device=device)
+    sums = torch.empty(num_rows * blocks * PARTS, dtype=torch.float32, device=device)
     post = torch.empty(num_rows, MULT, dtype=torch.float32, device=device)
     mix = torch.empty(num_rows, MULT, MULT, dtype=torch.float32, device=device)
     made = Activations(x)
@@ -110,7 +120,7 @@ def collapse(
         scale=site.scale.data_ptr(),
         weight=site.weight.data_ptr(),
         mixed=mixed.data_ptr(),
-        partial=partial.data_ptr(),
+        partial=sums.data_ptr(),
         x=x.data_ptr(),
         codes=pointer(made.codes),
         code_scale=pointer(made.scale),
@@ -131,10 +141,15 @@ def collapse(
         else:
             y = given.contiguous()
             args.y = y.data_ptr()
-        old_post, old_mix = pending.post.contiguous(), pending.mix.contiguous()
+        old = pending.mix
+        if isinstance(old, Logits) and _tells(args):
+            args.takes_logits, old = True, old.values
+        old_post, old_mix = pending.post.contiguous(), balanced(old).contiguous()
         args.post, args.mix = old_post.data_ptr(), old_mix.data_ptr()
     _launch(site.fn.device, args)
-    return mixed, made, post, mix
+    if not args.leaves_logits:
+        return mixed, made, post, mix
+    return mixed, made, post, Logits(mix, partial(_balance, mix, site))
 
 
 def _fill(args: StreamsArgs, mixture: Mixture) -> None:
@@ -150,6 +165,9 @@ def _launch(device: Device, args: StreamsArgs) -> None:
     fused = args.rows <= FUSED_ROWS
     if fused and _has_clusters(device, args):
         _run_clusters(device, args)
+        return
+    if _tells(args):
+        _run_telling(device, args)
         return
     if fused:
         args.counters = device.counters.data_ptr()
@@ -189,6 +207,35 @@ def _run_clusters(device: Device, args: StreamsArgs) -> None:
         args=args,
         cluster=CLUSTER_CTAS,
     )
+
+
+def _tells(args: StreamsArgs) -> bool:
+    joins = args.parts or args.y
+    return TELLS[bool(args.parts)] and args.rows == 1 and bool(joins and args.next_post)
+
+
+def _run_telling(device: Device, args: StreamsArgs) -> None:
+    """The CTAs that multiply, one that finishes the row and one that makes its gates."""
+    args.told, args.rehearses = device.counters.data_ptr(), REHEARSES[bool(args.parts)]
+    args.leaves_logits = DEFERS[bool(args.parts)]
+    device.launcher.launch(
+        "streams_tell_mixed" if args.parts else "streams_tell",
+        grid=args.dim // BLOCK * (args.outs // 8) + (1 if args.leaves_logits else 2),
+        threads=TELL_THREADS,
+        shared_bytes=TELL_SHARED,
+        args=args,
+    )
+
+
+def _balance(logits: Tensor, site: Site) -> Tensor:
+    """[1, 4, 4], as the pass that mixes by it would."""
+    assert isinstance(site.fn, MixMatrix)
+    mix = torch.empty_like(logits)
+    args = StreamsArgs(mix=logits.data_ptr(), next_mix=mix.data_ptr(), hc_eps=site.hc_eps)
+    args.iters = site.num_iters
+    launcher = site.fn.device.launcher
+    launcher.launch("streams_balance", grid=1, threads=32, shared_bytes=0, args=args)
+    return mix
 
 
 def _step_kernel(args: StreamsArgs) -> str:

@@ -4,6 +4,7 @@ sublayer and mixed after it by a doubly stochastic matrix. All arithmetic is fp3
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -41,6 +42,21 @@ class Site:
     norm_eps: float
     hc_eps: float
     num_iters: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Logits:
+    """Of a mix [n, h, h] fp32, whose sinkhorn is left to the pass that mixes by it.
+
+    balance: makes the mix, for those who cannot."""
+
+    values: Tensor
+    balance: Callable[[], Tensor]
+
+
+def balanced(mix: Tensor | Logits) -> Tensor:
+    """The mix, [n, h, h] fp32."""
+    return mix.balance() if isinstance(mix, Logits) else mix
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -165,14 +181,14 @@ def hc_enter(streams: Tensor, site: Site) -> tuple[Tensor | Activations, Tensor,
 
 @op(tolerance=2**-7)
 def hc_pass(
-    y: Tensor | Mixture, streams: Tensor, post: Tensor, mix: Tensor, site: Site
-) -> tuple[Tensor, Tensor | Activations, Tensor, Tensor]:
+    y: Tensor | Mixture, streams: Tensor, post: Tensor, mix: Tensor | Logits, site: Site
+) -> tuple[Tensor, Tensor | Activations, Tensor, Tensor | Logits]:
     """From one sublayer's output to the next one's input: hc_post, then hc_enter on its result.
 
     y, streams, post, mix: as in hc_post; y may be a mixture, not summed. site: the next one.
     Returns the new streams, the normed input x [n, dim], and the next site's post and mix.
     """
-    streams = hc_post(added(y), streams, post, mix)
+    streams = hc_post(added(y), streams, post, balanced(mix))
     x, post, mix = hc_enter(streams, site)
     return streams, x, post, mix
 

@@ -12,6 +12,7 @@ from moet.kernels.quant import fp4_qdq, hadamard
 from moet.kernels.registry import GPU_ARCHS, op
 from moet.kernels.rope import rope
 from moet.kernels.rows import Rows
+from moet.kernels.stream_gemm import Launcher
 
 
 @op(tolerance=2**-8)
@@ -58,6 +59,7 @@ def index_select(
     ratio: int,
     top_k: int,
     gate_scale: float,
+    launcher: Launcher | None = None,
 ) -> Tensor:
     """The entries that each row attends to: the top_k by score of those it sees.
 
@@ -65,7 +67,7 @@ def index_select(
     the dtype of q and scaled by gate_scale it weighs the heads. keys: one entry per `ratio`
     tokens, those that the step's rows close already written. Returns [T, top_k] int32:
     entry numbers, ascending, then -1 where fewer are visible. Of equal scores the lowest entry
-    wins.
+    wins. launcher: of kernels beside Triton's.
     """
     chosen = torch.full((len(q), top_k), -1, dtype=torch.int32, device=q.device)
     head_weights = gate.to(q.dtype).float() * gate_scale

@@ -27,6 +27,9 @@ from moet.kernels.mixture import Mixture
 from moet.kernels.stream_experts import ExpertPool, SharedExpert, codec_of, combine, rows_of
 from moet.kernels.stream_gemm import (
     CHUNK_BYTES,
+    LIST_BYTES,
+    LIST_ROWS,
+    LISTED,
     THREADS,
     Codec,
     Instance,
@@ -41,6 +44,9 @@ from moet.kernels.stream_gemm import (
 
 ROWS = 8  # of an item
 OTHERS_COST = 1.5  # of a routed expert's byte, which is decoded and comes after the choice
+LISTS = False  # whether few rows' work list is read at once and kept in shared memory
+WHOLE = False  # whether a CTA of the choice has asked for all its weights before x is there
+HALVES = False  # whether two CTAs each have half the rows of the shared expert's items, beside it
 RING_STAGES = {"w2": 3, "mxfp4": 2, "nvfp4": 2, "fp8": 2}
 # Of the shared expert beside the choice, where CTAs have whole SMs: the deepest that fits.
 BEGIN_STAGES = {"pair_begin": 4, "pair_begin_small": 1}
@@ -108,6 +114,11 @@ def begin(
         name, needed = _beginning(launcher, stages)
         own = max(1, min(up.tiles, launcher.num_sms))
         share_among(up, own, up.tiles)
+        whole = max(needed, choose_shared_bytes(choosing, whole=True))
+        if WHOLE and name == "pair_begin" and whole <= launcher.max_shared_bytes:
+            name, needed = "pair_begin_whole", whole
+            if HALVES and choosing.ctas + 2 * own <= launcher.num_sms:
+                name, own = "pair_begin_halved", 2 * own
         launcher.launch(
             name,
             grid=choosing.ctas + own,
@@ -164,7 +175,7 @@ def mix_on_read(
         few = rows_of(pool.format, choice.work) < ROWS
         name = f"pair_{codec}_few" if few else f"pair_{codec}"
         _launch_pair(launcher, name, codec, up, down, rows, shared_ctas)
-    parts = pool.down(launcher, hidden, choice.work, error=error, early=True)
+    parts = pool.down(launcher, hidden, choice.work, error=error, early=True, listed=LISTS)
     weights, ids = choice.weights if weigh_output else None, choice.expert_ids
 
     def add() -> Tensor:
@@ -190,7 +201,10 @@ def _launch_pair(
     entries: int,
     shared_ctas: int | None,
 ) -> None:
-    needed = max(_up_bytes(codec, complete(routed, codec)), _down_bytes(complete(shared, "fp8")))
+    needed = _up_bytes(codec, complete(routed, codec))
+    if LISTS and name in LISTED and entries <= LIST_ROWS:
+        name, needed = f"{name}_listed", needed + LIST_BYTES
+    needed = max(needed, _down_bytes(complete(shared, "fp8")))
     if needed > launcher.max_shared_bytes:
         raise UnsupportedError(
             f"{routed.k} columns need {needed} bytes of shared memory for a pair of experts; the "

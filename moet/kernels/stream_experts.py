@@ -317,11 +317,19 @@ class ExpertPool:
         return args
 
     def down(
-        self, launcher: Launcher, h: Tensor, work: Work, *, error: Tensor, early: bool = False
+        self,
+        launcher: Launcher,
+        h: Tensor,
+        work: Work,
+        *,
+        error: Tensor,
+        early: bool = False,
+        listed: bool = False,
     ) -> Tensor:
         """w2 h for every pair. h: [pairs, I] bf16, made e4m3 per 128 on the way in.
 
-        Entries of at most 8 rows. Returns [pairs, D] bf16; slices of I are (0 + 1) + (2 + 3).
+        Entries of at most 8 rows. listed: the work has room for an entry of every pair, and may be
+        read at once. Returns [pairs, D] bf16; slices of I are (0 + 1) + (2 + 3).
         """
         format = self.format
         out = torch.empty(h.shape[0], format.hidden_size, dtype=torch.bfloat16, device=h.device)
@@ -339,7 +347,8 @@ class ExpertPool:
         args = self.down_arguments(h, work, out, error, early)
         if h.shape[0]:
             items = work.entries.shape[0] * args.tiles
-            run(launcher, instance, args, items=items, half_stages=self.down_half())
+            half = self.down_half()
+            run(launcher, instance, args, items=items, half_stages=half, listed=listed)
         return out
 
     def down_half(self) -> int:

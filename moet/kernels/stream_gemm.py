@@ -165,6 +165,11 @@ SPLITS = (
 )
 
 
+# Kernels that have a form with the work list in shared memory, and what that holds.
+LISTED = ("pair_w2", "stream_w2_n8_quant_bf16")
+LIST_ROWS, LIST_BYTES = 64, 1536
+
+
 def choose(
     codec: Codec,
     rows: int,
@@ -241,11 +246,18 @@ def share_among(args: StreamArgs, ctas: int, items: int) -> None:
 
 
 def run(
-    launcher: Launcher, instance: Instance, args: StreamArgs, *, items: int, half_stages: int = 0
+    launcher: Launcher,
+    instance: Instance,
+    args: StreamArgs,
+    *,
+    items: int,
+    half_stages: int = 0,
+    listed: bool = False,
 ) -> None:
     """Launch on at most `items` items. half_stages: where the sum is halved; 0: in the middle.
 
     CTAs of a large dense weight are more than fit at once: whose SM is fast takes more of them.
+    listed: the work list has room for all rows, so that a kernel may read all of it at once.
     """
     stages = complete(args, instance.codec, half_stages)
     resident = launcher.num_sms * instance.resident(stages, launcher.max_shared_bytes)
@@ -253,11 +265,14 @@ def run(
     waves = WAVES if args.entries is None and items >= MANY_ITEMS * resident else 1
     grid = max(1, min(items, waves * resident))
     share_among(args, grid, items)
+    name, shared_bytes = instance.split if split else instance.name, instance.shared_bytes(stages)
+    if listed and name in LISTED and args.num_rows <= LIST_ROWS:
+        name, shared_bytes = f"{name}_listed", shared_bytes + LIST_BYTES
     launcher.launch(
-        instance.split if split else instance.name,
+        name,
         grid=grid,
         threads=THREADS,
-        shared_bytes=instance.shared_bytes(stages),
+        shared_bytes=shared_bytes,
         args=args,
         cluster=args.slices if split else 1,
     )

@@ -11,25 +11,35 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moet.kernels import device_choice
 from moet.kernels.cache import Cache, Mxfp4Rows
 from moet.kernels.mla_cache import Fp8IndexKeys
 from moet.kernels.rows import Rows
+from moet.kernels.stream_gemm import Launcher
 from moet.kernels.triton_common import (
     CODED_ROWS,
+    as_here,
     begin,
     e2m1_codes,
     e2m1_values,
     exponent_byte,
     hadamard_sign,
     kernel,
+    let_next,
     load_rotation,
     overlap,
     power_of_two,
     rotate_pairs,
+    wait,
 )
 
 CHUNK = 8192  # scores that one program chooses from
+CLUSTERED = 1 << 30  # scores of a row of a step, from which on a cluster of CTAs chooses from them
 CANDIDATES = 16384  # chosen in chunks, that one program chooses from
+PAGES_EACH = 0  # of a row of a step, that one program scores; 0: one, piece after piece
+KEYS_AHEAD = False  # whether such a program reads keys while the kernel ahead still runs
+STREAMED_ROWS = 8  # up to here the product ahead waits before it lets the next kernel start
+REGISTERS = 96  # of a thread that scores pages: the kernel that follows finds room beside it
 ROWS_EACH = 16  # of a chunk, that share a page's keys in one program
 QUERIES_EACH = 16  # rows of a chunk, that one program prepares
 SCORE_BYTES = 256 << 20  # most that the scores of one launch take; rows beyond it wait
@@ -154,6 +164,111 @@ def score_page(
         if not FP8:  # whose gates have the dtype of its queries
             weight = weight.to(q.dtype.element_ty)
         score = tl.sum(wanted * (weight.to(tl.float32) * gate_scale)[None, :], 1)
+        tl.store(scores + row * width + entry, score, mask=entry < visible)
+
+
+@triton.jit
+def mxfp4_values(packed, byte, ENTRIES: tl.constexpr, DIM: tl.constexpr):
+    """[ENTRIES, DIM] bf16 of pairs of e2m1 codes, [ENTRIES, DIM / 2] int32, and bytes of scales,
+    [ENTRIES, DIM / 32] int32: as e2m1_values times power_of_two, with fewer instructions."""
+    # Exponent and mantissa of a code are those of a bf16 that is 2^126 times smaller.
+    pair = ((packed * 0x40040) & 0x01C001C0) | ((packed * 0x1001000) & -0x7FFF8000)
+    codes = tl.join(pair << 16, pair & -0x10000).to(tl.float32, bitcast=True) * 2.0**126
+    blocks = tl.reshape(codes, [ENTRIES, DIM // 32, 32])
+    return tl.reshape(blocks * power_of_two(byte)[:, :, None], [ENTRIES, DIM]).to(tl.bfloat16)
+
+
+@triton.jit
+def ask_for_keys(page, place, DIM: tl.constexpr, ENTRIES: tl.constexpr, FP8: tl.constexpr):
+    """What keys_of takes of entries at places of pages: codes, by pairs unless FP8, and scales."""
+    if FP8:
+        code = tl.load(page[:, None] + place[:, None] * DIM + tl.arange(0, DIM)[None, :])
+        scale = tl.load((page + ENTRIES * DIM).to(tl.pointer_type(tl.float32)) + place)
+    else:
+        PAIRS: tl.constexpr = DIM // 2
+        code = tl.load(page[:, None] + place[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :])
+        scales = page + ENTRIES * PAIRS + place * (DIM // 32)
+        scale = tl.load(scales[:, None] + tl.arange(0, DIM // 32)[None, :])
+    return code, scale
+
+
+@triton.jit
+def keys_of(code, scale, SPAN: tl.constexpr, DIM: tl.constexpr, FP8: tl.constexpr):
+    """[SPAN, DIM] bf16, as load_keys has them."""
+    if FP8:
+        value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale[:, None]
+        key = value.to(tl.bfloat16)
+    else:
+        key = mxfp4_values(code.to(tl.int32), scale.to(tl.int32), SPAN, DIM)
+    return key
+
+
+@kernel
+def score_pages(
+    q,
+    gate,
+    keys,
+    scores,
+    positions,
+    page_rows,
+    page_table,
+    gate_stride,
+    gate_scale,
+    table_stride,
+    width,
+    PAGE_BYTES,
+    RATIO: tl.constexpr,
+    TOP_K,
+    PAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEADS_PAD: tl.constexpr,
+    DIM: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    FP8: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """As score_page for PAGES pages of a row at once. Where they are is read while the kernel that
+    makes queries still runs, and if AHEAD what they hold, too: the product ahead of that kernel has
+    waited for what wrote it before it let that one start. The rest is asked for together."""
+    let_next(OVERLAP)
+    SPAN: tl.constexpr = PAGES * ENTRIES
+    first = tl.program_id(0) * PAGES
+    row = tl.program_id(1).to(tl.int64)
+    page_row, position = tl.load(page_rows + row), tl.load(positions + row)
+    visible = (position.to(tl.int32) + 1) // RATIO
+    live = (visible > TOP_K) & (first * ENTRIES < visible)
+    e, h, d = tl.arange(0, SPAN), tl.arange(0, HEADS_PAD), tl.arange(0, DIM)
+    table, place = page_table + page_row * table_stride + first, e % ENTRIES
+    base = tl.zeros([SPAN], tl.int64)
+    for i in tl.static_range(PAGES):
+        number = tl.load(table + i, mask=(first + i) * ENTRIES < visible, other=0)
+        base = tl.where(e // ENTRIES == i, number * PAGE_BYTES, base)
+    page = keys + base
+    key = tl.zeros([SPAN, DIM], tl.bfloat16)
+    if AHEAD:  # noqa: SIM102  (a constant)
+        if live:
+            code, scale = ask_for_keys(page, place, DIM, ENTRIES, FP8)
+            key = keys_of(code, scale, SPAN, DIM, FP8)
+    wait(OVERLAP)
+    if live:
+        at = (row * HEADS + h[None, :]) * DIM + d[:, None]
+        weight = tl.load(gate + row * gate_stride + h, mask=h < HEADS, other=0.0)
+        if AHEAD:
+            query = tl.load(q + at, mask=(h < HEADS)[None, :], other=0.0)
+        else:
+            code, scale = ask_for_keys(page, place, DIM, ENTRIES, FP8)
+            query = tl.load(q + at, mask=(h < HEADS)[None, :], other=0.0)
+            code = as_here(code, OVERLAP)
+            if not FP8:
+                scale = as_here(scale, OVERLAP)
+            query = as_here(query, OVERLAP)
+            key = keys_of(code, scale, SPAN, DIM, FP8)
+        if not FP8:  # as in score_page
+            weight = weight.to(q.dtype.element_ty)
+        wanted = tl.maximum(tl.dot(key, query.to(tl.bfloat16)), 0.0)
+        score = tl.sum(wanted * (weight.to(tl.float32) * gate_scale)[None, :], 1)
+        entry = first * ENTRIES + e
         tl.store(scores + row * width + entry, score, mask=entry < visible)
 
 
@@ -345,6 +460,7 @@ def index_select(
     ratio: int,
     top_k: int,
     gate_scale: float,
+    launcher: Launcher | None = None,
 ) -> Tensor:
     out = torch.empty((len(q), top_k), dtype=torch.int32, device=q.device)
     width = rows.max_entries(ratio)
@@ -357,7 +473,10 @@ def index_select(
         scores = torch.empty((last - first, width), dtype=torch.float32, device=q.device)
         if width > top_k:
             _score(q[part], heads, keys, where, rows.page_table, ratio, scores, top_k)
-        _choose(scores, where[0], ratio, out[part])
+        if launcher is not None and _has_clusters(scores, top_k):
+            device_choice.run(launcher, scores, where[0], out[part], ratio=ratio)
+        else:
+            _choose(scores, where[0], ratio, out[part])
     return out
 
 
@@ -391,9 +510,20 @@ def _score(
     if num_rows > CODED_ROWS:
         grid = page_table.shape[1], triton.cdiv(num_rows, ROWS_EACH)
         score_rows[grid](*what, num_rows, *sizes, *limits, EACH=ROWS_EACH, **facts)
+    elif PAGES_EACH:
+        grid = triton.cdiv(page_table.shape[1], PAGES_EACH), num_rows
+        facts |= {"PAGES": PAGES_EACH, "AHEAD": KEYS_AHEAD and num_rows <= STREAMED_ROWS}
+        facts |= {"num_warps": 4 * PAGES_EACH, "maxnreg": REGISTERS}
+        score_pages[grid](*what, *sizes, *limits, **facts, **overlap(q))
     else:
         grid = page_table.shape[1], num_rows
         score_page[grid](*what, *sizes, *limits, **facts, **overlap(q))
+
+
+def _has_clusters(scores: Tensor, top_k: int) -> bool:
+    num_rows, width = scores.shape
+    many = width >= CLUSTERED and width > top_k
+    return many and num_rows <= CODED_ROWS and device_choice.fits(width, top_k)
 
 
 def _choose(scores: Tensor, positions: Tensor, ratio: int, out: Tensor) -> None:

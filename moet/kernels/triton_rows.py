@@ -26,6 +26,7 @@ from moet.kernels.triton_indexer import hadamard_matrix, index_query, prepare_he
 
 HEADS_EACH = 8
 INDEX_HEADS_EACH = 16
+QUERY_WARPS = 4  # of a program that brings a query's heads to unit size
 
 
 @kernel
@@ -214,7 +215,7 @@ def query_heads(
             INDEX_HEADS=together,
             INDEX_EACH=INDEX_HEADS_EACH,
             INDEX_DIM=index_dim,
-            num_warps=4,
+            num_warps=QUERY_WARPS,
             **overlap(q),
         )
     if apart:

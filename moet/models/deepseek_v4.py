@@ -15,7 +15,15 @@ from moet.kernels.comm import RankPart, added
 from moet.kernels.device_gemm import Device
 from moet.kernels.device_streams import MixMatrix
 from moet.kernels.gemm import streamed
-from moet.kernels.hyper_connection import Site, hc_enter, hc_head_norm, hc_pass, hc_post
+from moet.kernels.hyper_connection import (
+    Logits,
+    Site,
+    balanced,
+    hc_enter,
+    hc_head_norm,
+    hc_pass,
+    hc_post,
+)
 from moet.kernels.mixture import Mixture
 from moet.kernels.moe import sqrt_softplus
 from moet.kernels.quant import Activations
@@ -46,7 +54,7 @@ class Residual:
     def __init__(self, streams: Tensor) -> None:
         self.streams = streams
         # y, post, mix
-        self.pending: tuple[Tensor | Mixture, Tensor, Tensor] | None = None
+        self.pending: tuple[Tensor | Mixture, Tensor, Tensor | Logits] | None = None
 
 
 def _site(weights: Weights, config: DeepseekV4Config, name: str, norm: str) -> Site:
@@ -76,7 +84,7 @@ class HyperConnection:
         self._pass = hc_pass.bind(arch=arch, **facts)
         self._post = hc_post.bind(arch=arch, **facts)
 
-    def enter(self, residual: Residual) -> tuple[Tensor | Activations, Tensor, Tensor]:
+    def enter(self, residual: Residual) -> tuple[Tensor | Activations, Tensor, Tensor | Logits]:
         """The sublayer's normed input [n, dim]; post [n, h] and mix [n, h, h] for its output.
 
         What is pending in the residual is mixed into its streams first.
@@ -91,7 +99,7 @@ class HyperConnection:
         """The streams with everything mixed in."""
         if residual.pending is not None:
             y, post, mix = residual.pending
-            residual.streams = self._post(added(y), residual.streams, post, mix)
+            residual.streams = self._post(added(y), residual.streams, post, balanced(mix))
             residual.pending = None
         return residual.streams
 

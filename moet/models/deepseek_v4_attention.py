@@ -4,12 +4,14 @@ Knows a step's rows and its own layer's state; what stands before and behind it 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
+from moet.kernels import row_attention
 from moet.kernels.attention import Sink, WindowKeys, chunks_fit, window_attention_q
 from moet.kernels.attention_inputs import CompressorSite, attention_inputs
 from moet.kernels.cache import EntryFormat, copy_entries
@@ -149,6 +151,7 @@ class Indexer:
             rotate=self.quantised,
         )
         arch = weights.settings.arch
+        self._launcher = None if weights.gpu is None else weights.gpu.launcher
         self._select = index_select.bind(
             arch=arch, keys=self.keys.form, num_heads=self.num_heads, top_k=self.top_k
         )
@@ -166,6 +169,7 @@ class Indexer:
             ratio=4,
             top_k=self.top_k,
             gate_scale=self.gate_scale,
+            launcher=self._launcher,
         )
 
 
@@ -270,29 +274,38 @@ class Attention:
             step.rows,
             eps=self.eps,
         )
-        q, index_q = self._heads(
-            self.queries(qr),
+        queries, eps = self.queries(qr), None
+        entries = self.compressor.entries.cache(step.kv) if self.compressor else None
+        keys = WindowKeys(step.rows, ring, chunk, entries, None, self.sliding_window, self.ratio)
+        if self.indexer is None and self._takes_raw(keys):
+            q, eps = queries.view(len(queries), self.num_heads, self.head_dim), self.eps
+        else:
+            q, index_q = self._heads(
+                queries,
+                *cos_sin,
+                num_heads=self.num_heads,
+                head_dim=self.head_dim,
+                index_heads=self.indexer.num_heads if self.indexer else 0,
+                eps=self.eps,
+                quantised=self.indexer.quantised if self.indexer else False,
+            )
+            keys = replace(keys, selected=self._selected(index_q, projected, step))
+        o = self._attend(
+            q,
+            self.sink,
+            keys,
             *cos_sin,
-            num_heads=self.num_heads,
-            head_dim=self.head_dim,
-            index_heads=self.indexer.num_heads if self.indexer else 0,
-            eps=self.eps,
-            quantised=self.indexer.quantised if self.indexer else False,
+            scale=self.head_dim**-0.5,
+            num_groups=self.num_groups,
+            eps=eps,
         )
-        keys = WindowKeys(
-            step.rows,
-            ring,
-            chunk,
-            self.compressor.entries.cache(step.kv) if self.compressor else None,
-            self._selected(index_q, projected, step),
-            self.sliding_window,
-            self.ratio,
-        )
-        scale, groups = self.head_dim**-0.5, self.num_groups
-        o = self._attend(q, self.sink, keys, *cos_sin, scale=scale, num_groups=groups)
         if chunk is not None:
             self._copy(chunk, ring, step.ring_slots)
         return self.wo_b(self.wo_a(o).flatten(1))
+
+    def _takes_raw(self, keys: WindowKeys) -> bool:
+        """Whether attention brings the heads of its queries to unit size itself."""
+        return isinstance(self.sink, PlacedSink) and row_attention.takes_raw(keys)
 
     def _projections(self, x: Tensor | Activations) -> tuple[Tensor, Tensor | None]:
         """Latents of queries and KV, and what compressors and indexer read: [n, columns] fp32."""

@@ -61,6 +61,7 @@ class Indexer:
         self.k_norm_bias = weights.fp32("k_norm.bias", self.head_dim)
         self.gate_scale = self.num_heads**-0.5 * self.head_dim**-0.5
         self._project = linear_fp32.bind(arch=arch)
+        self._launcher = None if weights.gpu is None else weights.gpu.launcher
         self._select = index_select.bind(
             arch=arch, keys=keys.form, num_heads=self.num_heads, top_k=self.top_k
         )
@@ -93,6 +94,7 @@ class Indexer:
             ratio=1,
             top_k=self.top_k,
             gate_scale=self.gate_scale,
+            launcher=self._launcher,
         )
 
 

@@ -15,5 +15,8 @@ def launcher(request: pytest.FixtureRequest) -> Emulator:
     """A Launcher that runs csrc/ on the CPU; skips where there is no C++ compiler."""
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
-    sources = ("stream_gemm", "moe", "moe_decode", "moe_pair", "prefill_gemm", "projections")
+    sources = (
+        *("stream_gemm", "moe", "moe_decode", "moe_pair", "prefill_gemm", "projections"),
+        "short_stream",
+    )
     return emulation.build(sources, request.param, num_sms=3)

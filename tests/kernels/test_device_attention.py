@@ -1,4 +1,4 @@
-"""The chunk attention kernel in emulation, against its reference."""
+"""The attention kernels of a chunk and of few rows in emulation, against their reference."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import shutil
 
 import pytest
 import torch
+from torch import Tensor
 
-from moet.kernels.attention import WindowKeys, window_attention
+from moet.kernels import row_attention
+from moet.kernels.attention import WindowKeys, window_attention, window_attention_q
 from moet.kernels.cache import Fp8Rows
 from moet.kernels.device_attention import HEADS, ROPE, WIDTH, attend_chunk
-from moet.kernels.rope import rope_cos_sin
+from moet.kernels.rope import norm_rope_heads, rope_cos_sin
+from moet.kernels.rows import Rows
 from tests.kernels import emulation
 from tests.kernels.accelerated.world import filled, make_rows, paged, ringed
 from tests.kernels.emulation import Emulator
@@ -23,7 +26,15 @@ PIECES = [(0, 1), (700, 702)]
 def launcher() -> Emulator:
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
-    return emulation.build(("chunk_attention",), 90, num_sms=2)
+    return emulation.build(("chunk_attention", "row_attention"), 90, num_sms=2)
+
+
+def chosen_by(rows: Rows, ratio: int) -> Tensor:
+    selected = torch.full((len(rows.positions), 128), -1, dtype=torch.int32)
+    for row, visible in enumerate(rows.visible(ratio).tolist()):
+        some = torch.randperm(visible)[:128].sort().values
+        selected[row, : len(some)] = some.int()
+    return selected
 
 
 @pytest.mark.parametrize("kind", ["every", "chosen"])
@@ -37,10 +48,7 @@ def test_a_chunk_attends_as_its_reference_does(kind: str, launcher: Emulator) ->
     entries = paged(Fp8Rows(WIDTH - ROPE, ROPE, 256 // ratio), rows)
     selected = None
     if kind == "chosen":
-        selected = torch.full((num, 128), -1, dtype=torch.int32)
-        for row, visible in enumerate(rows.visible(ratio).tolist()):
-            some = torch.randperm(visible)[:128].sort().values
-            selected[row, : len(some)] = some.int()
+        selected = chosen_by(rows, ratio)
     args = (
         torch.randn(num, HEADS, WIDTH).bfloat16(),
         torch.randn(HEADS),
@@ -51,3 +59,40 @@ def test_a_chunk_attends_as_its_reference_does(kind: str, launcher: Emulator) ->
     got = attend_chunk(launcher, *args, scale=WIDTH**-0.5)
     error = (got.float() - want.float()).abs().max()
     assert error <= window_attention.tolerance * want.float().abs().max(), float(error)
+
+
+@pytest.mark.parametrize("kind", ["window", "every", "chosen"])
+def test_few_rows_attend_as_their_reference_does(
+    kind: str, launcher: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows with one tile of the window and with two, of which entries have none, one or two."""
+    torch.manual_seed(4)
+    monkeypatch.setattr(row_attention, "MOST_TILES", 64)
+    monkeypatch.setattr(row_attention, "FILLING_TILES", 4)
+    monkeypatch.setattr(row_attention, "REHEARSALS", int(kind != "window"))
+    pieces = [(3, 4), (700, 702)] if kind == "chosen" else [(70, 71)]
+    fill = int(kind == "window")
+    rows = make_rows(pieces, short=True, device=torch.device("cpu"), fill=fill)
+    ratio = {"window": 0, "every": 8, "chosen": 4}[kind]
+    form = Fp8Rows(WIDTH - ROPE, ROPE, 256 // ratio if ratio else 1)
+    entries = paged(form, rows) if ratio else None
+    keys = WindowKeys(
+        rows,
+        ringed(Fp8Rows(WIDTH - ROPE, ROPE, 102), rows),
+        None,
+        entries,
+        chosen_by(rows, ratio) if kind == "chosen" else None,
+        100,
+        ratio,
+    )
+    q, sink = torch.randn(len(rows.positions), HEADS, WIDTH).bfloat16(), torch.randn(HEADS)
+    angles = rope_cos_sin(rows.positions, torch.rand(ROPE // 2))
+    assert row_attention.fits(keys)
+    given = (launcher, q, sink, keys, *angles)
+    eps = 1e-6 if kind == "every" else None
+    got = row_attention.attend(*given, scale=WIDTH**-0.5, num_groups=8, eps=eps).decoded()
+    if eps is not None:
+        q = norm_rope_heads(q.flatten(1), *angles, num_heads=HEADS, eps=eps)
+    want = window_attention(q, sink, keys, *angles, scale=WIDTH**-0.5).float()
+    error = (got.view(want.shape) - want)[rows.positions >= 0].abs().max()
+    assert error <= window_attention_q.tolerance * want.abs().max(), float(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 from moet.kernels import device_streams
 from moet.kernels.device_gemm import Device
 from moet.kernels.device_streams import MixMatrix
-from moet.kernels.hyper_connection import Site, hc_enter, hc_head_norm, hc_pass
+from moet.kernels.hyper_connection import Logits, Site, balanced, hc_enter, hc_head_norm, hc_pass
 from moet.kernels.layout import to_mma_order
 from moet.kernels.mixture import Mixture
 from moet.kernels.quant import Activations, fp8_encode
@@ -21,6 +22,7 @@ from tests.kernels.emulation import Emulator
 
 DIM = 256
 FACTS = {"mult": 4, "placed": True}
+Made = Tensor | Activations | Logits
 
 
 @pytest.fixture(scope="module", params=[90, 120])
@@ -81,6 +83,8 @@ def test_a_pass_is_its_reference(num_rows: int, dim: int, device: Device) -> Non
         assert streams.shape == (0, 4, dim)
         return
     assert isinstance(expected[1], Tensor)
+    assert isinstance(mix, Tensor)
+    assert isinstance(expected[3], Tensor)
     close(streams, expected[0], 2**-8)
     close(assert_coded(x), expected[1], hc_pass.tolerance)
     close(post, expected[2], 1e-3)  # of streams that may round the other way
@@ -124,6 +128,7 @@ def test_a_row_has_the_same_bits_in_any_company(
                     assert b.codes is not None
                     assert torch.equal(a.codes[own], b.codes)
                 else:
+                    assert isinstance(a, Tensor)
                     assert isinstance(b, Tensor)
                     assert torch.equal(a[own], b)
 
@@ -148,9 +153,7 @@ def test_a_mixture_is_summed_on_its_way_in(
     mixture = Mixture(parts.view(18, DIM), shared, factors, ids, lambda: y)
     run = hc_pass.bind(arch=device.arch, dim=DIM, **FACTS)
     found, wanted = (run(given, streams, post, mix, placed) for given in (mixture, y))
-    for a, b in zip(found, wanted, strict=True):
-        a, b = (v.plain() if isinstance(v, Activations) else v for v in (a, b))
-        assert torch.equal(a, b)
+    assert_same_bits(found, wanted)
     assert (device.counters == 0).all()
 
 
@@ -171,14 +174,47 @@ def test_a_cluster_has_the_bits_of_a_grid(
     with monkeypatch.context() as without:
         without.setattr(device_streams, "_has_clusters", lambda *_: False)
         wanted = run(*args)
-    for a, b in zip(run(*args), wanted, strict=True):
-        if isinstance(a, Activations):
-            assert isinstance(b, Activations)
-            pairs = ((a.plain(), b.plain()), (a.codes, b.codes), (a.scale, b.scale))
-        else:
-            pairs = ((a, b),)
-        for one, other in pairs:
-            assert torch.equal(one, other)
+    assert_same_bits(run(*args), wanted)
+
+
+def assert_same_bits(found: Sequence[Made], wanted: Sequence[Made]) -> None:
+    for a, b in zip(map(tensors, found), map(tensors, wanted), strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(a, b, strict=True))
+
+
+def tensors(x: Made) -> list[Tensor]:
+    if not isinstance(x, Activations):
+        return [balanced(x)]
+    assert x.codes is not None
+    assert x.scale is not None
+    return [x.plain(), x.codes, x.scale]
+
+
+def test_who_is_told_has_the_bits_of_who_comes_last(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind experts and then behind attention, whose pass may find the first one's logits."""
+    dim = 1152
+    placed, (y, streams, post, mix) = on(device, site(24, dim)), step(1, dim)
+    parts = torch.randn(2, dim, generator=torch.Generator().manual_seed(5)).bfloat16()
+    mixture = Mixture(parts, y, None, torch.arange(2).view(1, 2), lambda: y)
+    run = hc_pass.bind(arch=device.arch, dim=dim, **FACTS)
+
+    def passes() -> tuple[Sequence[Made], Sequence[Made]]:
+        first = run(mixture, streams, post, mix, placed)
+        return first, run(y, first[0], first[2], first[3], placed)
+
+    first, second = passes()
+    for told in ((True, True), (False, True)):
+        monkeypatch.setattr(device_streams, "TELLS", told)
+        for others in ((False, False), (True, True)):
+            monkeypatch.setattr(device_streams, "REHEARSES", others)
+            monkeypatch.setattr(device_streams, "DEFERS", others)
+            found = passes()
+            assert isinstance(found[0][3], Logits if others[0] else Tensor)
+            assert_same_bits(found[0], first)
+            assert_same_bits(found[1], second)
+            assert (device.counters == 0).all()
 
 
 def test_many_rows_come_without_codes(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,11 @@ struct StreamsArgs {
   const uint16_t* shared;     // [rows, dim]
   const int64_t* expert_ids;  // [rows, top_k]; a first one below 0: the row has no parts
   int top_k;                  // at most MAX_PARTS
+  // Of kernels that tell.
+  uint64_t* told;  // [2, blocks, PARTS], zero between launches: a sum and, in the upper half, 1
+  int rehearses;      // 1: everything is run through once before the kernel ahead has ended
+  int takes_logits;   // 1: mix is not balanced yet
+  int leaves_logits;  // 1: nor is next_mix to be
 };
 
 DEVICE float low(uint32_t pair) { return bits_float(pair << 16); }
@@ -52,7 +57,45 @@ DEVICE float sigmoid(float v) { return div_rn(1.0f, 1.0f + exp_precise(-v)); }
 
 #ifdef MOET_EMULATE
 DEVICE float reciprocal(float v) { return div_approx(1.0f, v); }
+DEVICE uint2 load_fresh(const uint2* p) { return *p; }
+template <typename T>
+DEVICE void store_if(bool real, T* to, T v) {
+  if (real) *to = v;
+}
+template <typename T>
+DEVICE void store_shared_if(bool real, T* to, T v) {
+  store_if(real, to, v);
+}
+DEVICE int thread_anew() { return threadIdx.x; }
+DEVICE void want(const void*) {}
 #else
+// Brings a line as near as memory that all share.
+DEVICE void want(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+// Keeps what follows from it out of registers between two passes.
+DEVICE int thread_anew() {
+  int v;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(v));
+  return v;
+}
+DEVICE uint2 load_fresh(const uint2* p) { return __ldcg(p); }
+// Without a branch, past which a rehearsal would not see the instructions that make the value.
+#define STORE_IF(how, address, ...)                                                                        \
+  asm volatile("{\n.reg .pred real;\nsetp.ne.u32 real, %0, 0;\n@real st." how ";\n}" ::"r"(uint32_t(real)), \
+               address, __VA_ARGS__                                                                        \
+               : "memory")
+DEVICE void store_if(bool real, uint32_t* to, uint32_t v) { STORE_IF("global.u32 [%1], %2", "l"(to), "r"(v)); }
+DEVICE void store_if(bool real, uint2* to, uint2 v) {
+  STORE_IF("global.v2.u32 [%1], {%2, %3}", "l"(to), "r"(v.x), "r"(v.y));
+}
+DEVICE void store_if(bool real, uint4* to, uint4 v) {
+  STORE_IF("global.v4.u32 [%1], {%2, %3, %4, %5}", "l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
+}
+DEVICE void store_shared_if(bool real, uint2* to, uint2 v) {
+  STORE_IF("shared.v2.u32 [%1], {%2, %3}", "r"(shared_address(to)), "r"(v.x), "r"(v.y));
+}
+DEVICE void store_shared_if(bool real, uint4* to, uint4 v) {
+  STORE_IF("shared.v4.u32 [%1], {%2, %3, %4, %5}", "r"(shared_address(to)), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
+}
 // div_approx(1, v) bit for bit for v from 2^-126 to 2^126, which it need not look at.
 DEVICE float reciprocal(float v) {
   float r;
@@ -96,47 +139,67 @@ DEVICE Four load_four(const uint16_t* p) {
 }
 DEVICE Four unpack_four(uint2 u) { return {{low(u.x), high(u.x), low(u.y), high(u.y)}}; }
 
-// Stream k of a row from the old ones, rounded.
-DEVICE uint2 mix_four(const uint2* old, uint2 y, const float* post, const float* mix, int k) {
+// A stream of a row from the old ones, rounded. column: its own of the mixing matrix.
+DEVICE uint2 mix_four(const uint2* old, uint2 y, float gate, const float* column) {
   Four sum = unpack_four(y);
-  float gate = post[k];
 #pragma unroll
   for (int i = 0; i < 4; i++) sum.v[i] *= gate;
 #pragma unroll
   for (int j = 0; j < MULT; j++) {
     Four stream = unpack_four(old[j]);
-    float m = mix[j * MULT + k];
+    float m = column[j * MULT];
 #pragma unroll
     for (int i = 0; i < 4; i++) sum.v[i] = fma_rn(stream.v[i], m, sum.v[i]);
   }
   return {packed(sum.v[0], sum.v[1]), packed(sum.v[2], sum.v[3])};
 }
 
-// Four channels of y from its parts. All of them are read before any is added.
-DEVICE uint2 sum_of_parts(const StreamsArgs& p, int row, int channel) {
-  int first = row * p.top_k;
-  int choices = load_fresh(reinterpret_cast<const uint32_t*>(p.expert_ids + first) + 1) >> 31 ? 0 : p.top_k;
-  uint2 part[MAX_PARTS], last = *reinterpret_cast<const uint2*>(p.shared + uint64_t(row) * p.dim + channel);
+// Four channels, which a kernel that tells reads before they are final, too.
+template <bool FRESH>
+DEVICE uint2 load_pairs(const uint16_t* p) {
+  const uint2* from = reinterpret_cast<const uint2*>(p);
+  return FRESH ? load_fresh(from) : *from;
+}
+
+// Four channels of y before they are one.
+struct Parts {
+  uint2 part[MAX_PARTS], shared;
+};
+struct Shares {
   float weight[MAX_PARTS];
-#pragma unroll
-  for (int k = 0; k < MAX_PARTS; k++) {
-    part[k] = {0, 0}, weight[k] = 1.0f;
-    if (k >= p.top_k) continue;
-    part[k] = *reinterpret_cast<const uint2*>(p.parts + uint64_t(first + k) * p.dim + channel);
-    if (p.part_weights) weight[k] = p.part_weights[first + k];
-  }
+  int choices;
+};
+DEVICE uint2 add_parts(const Parts& parts, const Shares& s) {
   Four sum = {};
 #pragma unroll
   for (int k = 0; k < MAX_PARTS; k++) {
-    if (k >= choices) continue;
-    Four v = unpack_four(part[k]);
+    if (k >= s.choices) continue;
+    Four v = unpack_four(parts.part[k]);
 #pragma unroll
-    for (int i = 0; i < 4; i++) sum.v[i] = k ? add_rn(sum.v[i], v.v[i] * weight[k]) : v.v[i] * weight[k];
+    for (int i = 0; i < 4; i++) sum.v[i] = k ? add_rn(sum.v[i], v.v[i] * s.weight[k]) : v.v[i] * s.weight[k];
   }
-  Four v = unpack_four(last);
+  Four v = unpack_four(parts.shared);
 #pragma unroll
   for (int i = 0; i < 4; i++) sum.v[i] = add_rn(sum.v[i], v.v[i]);
   return {packed(sum.v[0], sum.v[1]), packed(sum.v[2], sum.v[3])};
+}
+
+// Four channels of y from its parts. All of them are read before any is added.
+template <bool FRESH = false>
+DEVICE uint2 sum_of_parts(const StreamsArgs& p, int row, int channel) {
+  Shares s;
+  Parts parts;
+  int first = row * p.top_k;
+  s.choices = load_fresh(reinterpret_cast<const uint32_t*>(p.expert_ids + first) + 1) >> 31 ? 0 : p.top_k;
+  parts.shared = load_pairs<FRESH>(p.shared + uint64_t(row) * p.dim + channel);
+#pragma unroll
+  for (int k = 0; k < MAX_PARTS; k++) {
+    parts.part[k] = {0, 0}, s.weight[k] = 1.0f;
+    if (k >= p.top_k) continue;
+    parts.part[k] = load_pairs<FRESH>(p.parts + uint64_t(first + k) * p.dim + channel);
+    if (p.part_weights) s.weight[k] = FRESH ? load_fresh(p.part_weights + first + k) : p.part_weights[first + k];
+  }
+  return add_parts(parts, s);
 }
 
 DEVICE float warp_sum(float v) {
@@ -194,9 +257,10 @@ DEVICE void balance(float* m, float eps, int iters) {
 }
 
 // The ninth warp: gates of the sublayer's output, and the matrix that mixes the streams after it.
-DEVICE void write_gates(const StreamsArgs& p, int row, float logit, float base, float post_scale, float mix_scale) {
+DEVICE void write_gates(const StreamsArgs& p, int row, float logit, float base, float post_scale, float mix_scale,
+                        bool real = true) {
   int lane = threadIdx.x & 31;
-  if (lane >= MULT && lane < 2 * MULT)
+  if (lane >= MULT && lane < 2 * MULT && real)
     p.next_post[uint64_t(row) * MULT + lane - MULT] = 2.0f * sigmoid(fma_rn(logit, post_scale, base));
   float cell = 0.0f;
   if (lane >= 2 * MULT && lane < MAX_OUTS) cell = fma_rn(logit, mix_scale, base);
@@ -204,15 +268,20 @@ DEVICE void write_gates(const StreamsArgs& p, int row, float logit, float base, 
 #pragma unroll
   for (int i = 0; i < MULT * MULT; i++) m[i] = bits_float(shuffle(float_bits(cell), 2 * MULT + i));
   if (lane == 0) {
-    balance(m, p.hc_eps, p.iters);
+    balance(m, p.hc_eps, real ? p.iters : 2);
     float* to = p.next_mix + uint64_t(row) * MULT * MULT;
+    if (!real) return;
 #pragma unroll
     for (int i = 0; i < MULT * MULT; i++) to[i] = m[i];
   }
 }
 
-// Eight channels as e4m3 with a scale over sixteen threads' channels.
-DEVICE void write_codes(const StreamsArgs& p, int row, int channel, const uint32_t* pairs) {
+// Eight channels as e4m3, even words of a group before odd ones, with a scale over sixteen threads' channels.
+struct Codes {
+  uint32_t words[2];
+  float scale;
+};
+DEVICE Codes codes_of(const uint32_t* pairs) {
   float amax = 0.0f;
 #pragma unroll
   for (int i = 0; i < 4; i++) {
@@ -222,18 +291,25 @@ DEVICE void write_codes(const StreamsArgs& p, int row, int channel, const uint32
 #pragma unroll
   for (int step = 8; step; step /= 2) amax = larger(amax, shuffle_xor(amax, step));
   int e = activation_exponent(amax);
-  if (channel >= p.dim) return;
   float inverse = power_of_two(-e);
-  uint32_t words[2];
+  Codes c;
 #pragma unroll
   for (int i = 0; i < 2; i++)
-    words[i] = to_e4m3x2(low(pairs[2 * i]) * inverse, high(pairs[2 * i]) * inverse) |
-               to_e4m3x2(low(pairs[2 * i + 1]) * inverse, high(pairs[2 * i + 1]) * inverse) << 16;
-  // layout.to_mma_order: the even words of 32 columns, then the odd ones.
-  uint8_t* to = p.codes + uint64_t(row) * p.dim + (channel & ~31) + ((channel >> 3) & 3) * 4;
-  *reinterpret_cast<uint32_t*>(to) = words[0];
-  *reinterpret_cast<uint32_t*>(to + 16) = words[1];
-  if ((channel & 127) == 0) p.code_scale[uint64_t(row) * (p.dim / BLOCK) + channel / BLOCK] = power_of_two(e);
+    c.words[i] = to_e4m3x2(low(pairs[2 * i]) * inverse, high(pairs[2 * i]) * inverse) |
+                 to_e4m3x2(low(pairs[2 * i + 1]) * inverse, high(pairs[2 * i + 1]) * inverse) << 16;
+  c.scale = power_of_two(e);
+  return c;
+}
+// Where the first of them goes, see layout.to_mma_order: the even words of 32 columns, then the odd ones.
+DEVICE uint32_t* place_of_codes(const StreamsArgs& p, int row, int channel) {
+  return reinterpret_cast<uint32_t*>(p.codes + uint64_t(row) * p.dim + (channel & ~31) + ((channel >> 3) & 3) * 4);
+}
+DEVICE void write_codes(const StreamsArgs& p, int row, int channel, const uint32_t* pairs) {
+  Codes c = codes_of(pairs);
+  if (channel >= p.dim) return;
+  uint32_t* to = place_of_codes(p, row, channel);
+  to[0] = c.words[0], to[4] = c.words[1];
+  if ((channel & 127) == 0) p.code_scale[uint64_t(row) * (p.dim / BLOCK) + channel / BLOCK] = c.scale;
 }
 
 // One row from its parts to its outputs, by all threads of a CTA.
@@ -361,7 +437,7 @@ DEVICE void run_step(const StreamsArgs& p) {
       float sum = 0.0f, square = 0.0f;
 #pragma unroll
       for (int k = 0; k < MULT; k++) {
-        uint2 stream = passes ? mix_four(old, y, post, mix, k) : old[k];
+        uint2 stream = passes ? mix_four(old, y, post[k], mix + k) : old[k];
         if (leads && passes)
           *reinterpret_cast<uint2*>(p.mixed + (uint64_t(row) * MULT + k) * p.dim + channel) = stream;
         Four v = unpack_four(stream);
@@ -404,6 +480,351 @@ KERNEL(STEP_THREADS, 2) streams_step_mixed(GRID_CONSTANT StreamsArgs p) { run_st
 LAUNCHABLE(streams_step_mixed, StreamsArgs, STEP_THREADS)
 KERNEL(STEP_THREADS, 1) streams_step_held_mixed(GRID_CONSTANT StreamsArgs p) { run_step<true, true>(p); }
 LAUNCHABLE(streams_step_held_mixed, StreamsArgs, STEP_THREADS)
+
+// One row, whose parts are told to the CTAs that wait for them: a sum and its mark in one word, so that nothing
+// is fenced or counted. Grid: run_step's CTAs, one that finishes the row, one that makes its gates, unless the
+// matrix is left as its logits: then the first makes the gates, and the next launch balances ahead of its wait.
+// Streams, gates and matrix are older than the kernel ahead, so all but y is here when that ends.
+constexpr int TELL_THREADS = 256;
+struct TellShared {
+  uint4 held[MAX_GROUPS][MULT][TELL_THREADS];  // who finishes: a thread's channels of the streams
+  uint2 mixed[MULT][32];                       // who multiplies: a lane's
+  float gathered[8][PARTS];
+  float mix[MULT * MULT], post[MULT], sums[8];
+  float base[PARTS], scale[4];  // of the site
+};
+
+#ifdef MOET_EMULATE
+DEVICE int part_of_cta(int) { return blockIdx.x; }
+DEVICE void tell(uint64_t* to, float sum) { *to = uint64_t(1) << 32 | float_bits(sum); }
+DEVICE uint64_t ask(const uint64_t* from) {
+  if (*from >> 32 == 0) emulation::pause(emulation::SPIN);
+  return *from;
+}
+#else
+// Who waits starts first and has most to prepare.
+DEVICE int part_of_cta(int multiply) {
+  int from_multiply = multiply + blockIdx.x;
+  return from_multiply < gridDim.x ? from_multiply : from_multiply - gridDim.x;
+}
+DEVICE void tell(uint64_t* to, float sum) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(uint64_t(1) << 32 | float_bits(sum)) : "memory");
+}
+DEVICE uint64_t ask(const uint64_t* from) {
+  uint64_t v;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
+  return v;
+}
+#endif
+
+// As gather_parts, once all are told. Not real: whatever is there.
+DEVICE float gather_told(const StreamsArgs& p, const uint64_t* told, float (*gathered)[PARTS], int tid, bool real) {
+  int warp = tid >> 5, lane = tid & 31, blocks = p.dim / BLOCK;
+  bool mine = lane < MAX_OUTS || lane == PARTS - 1;
+  uint64_t found[4];
+  uint32_t marks;
+#pragma unroll 1
+  for (int asked = 0; asked < 1 << 20; asked++) {
+    marks = 1;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      int block = i * 8 + warp;
+      found[i] = uint64_t(1) << 32;
+      if (mine && block < blocks) found[i] = ask(told + block * PARTS + lane);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) marks &= static_cast<uint32_t>(found[i] >> 32);
+    if (marks || !real) break;
+  }
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    int block = i * 8 + warp;
+    if (block >= blocks) break;
+    sum = add_rn(sum, bits_float(static_cast<uint32_t>(found[i])));
+  }
+  gathered[warp][lane] = sum;
+  sync_threads();
+  float total = gathered[0][lane];
+#pragma unroll
+  for (int w = 1; w < 8; w++) total = add_rn(total, gathered[w][lane]);
+  return total;
+}
+
+// As the next launch wants to find them.
+DEVICE void forget(const StreamsArgs& p, uint64_t* told, int tid) {
+  for (int i = tid; i < p.dim / BLOCK * PARTS; i += TELL_THREADS) told[i] = 0;
+}
+
+DEVICE float mixing_logit(const StreamsArgs& p, float total) {
+  float square = bits_float(shuffle(float_bits(total), PARTS - 1));
+  return total * div_rn(1.0f, sqrt_rn(square / static_cast<float>(MULT * p.dim) + p.norm_eps));
+}
+
+template <bool MIXED>
+DEVICE uint2 load_joining(const StreamsArgs& p, int channel) {
+  if constexpr (MIXED)
+    return sum_of_parts<true>(p, 0, channel);
+  else
+    return load_pairs<true>(p.y + channel);
+}
+
+// One of run_step's CTAs: a warp has a stream to mix, then a row of fn.
+template <bool MIXED>
+struct Multiplies {
+  const StreamsArgs& p;
+  TellShared& s;
+  int part, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, blocks = p.dim / BLOCK;
+  int block = part % blocks, out = part / blocks * 8 + warp;
+  int channel = block * BLOCK + lane * 4;
+  uint4 fn[MULT];
+  uint2 old[MULT];
+
+  DEVICE void load() {
+#pragma unroll
+    for (int k = 0; k < MULT; k++) {
+      fn[k] = *reinterpret_cast<const uint4*>(p.fn + (uint64_t(out) * MULT + k) * p.dim + channel);
+      old[k] = load_pairs<true>(p.streams + k * p.dim + channel);
+    }
+  }
+  DEVICE void run(bool real) {
+    if (warp < MULT) {
+      uint2 y = load_joining<MIXED>(p, channel);
+      s.mixed[warp][lane] = mix_four(old, y, s.post[warp], s.mix + warp);
+    }
+    sync_threads();
+    float sum = 0.0f, square = 0.0f;
+#pragma unroll
+    for (int k = 0; k < MULT; k++) {
+      Four v = unpack_four(s.mixed[k][lane]);
+      uint32_t w[4] = {fn[k].x, fn[k].y, fn[k].z, fn[k].w};
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        sum = fma_rn(bits_float(w[i]), v.v[i], sum);
+        square = fma_rn(v.v[i], v.v[i], square);
+      }
+    }
+    sum = warp_sum(sum), square = warp_sum(square);
+    uint64_t* to = p.told + (uint64_t(lane & 1) * blocks + block) * PARTS;  // a lane for each who waits
+    if (real && lane < (p.leaves_logits ? 1 : 2)) {
+      tell(to + out, sum);
+      if (out == 0) tell(to + PARTS - 1, square);
+    }
+    sync_threads();
+  }
+};
+
+template <bool MIXED>
+struct Finishes {
+  const StreamsArgs& p;
+  TellShared& s;
+
+  static DEVICE uint2* half_of(uint4* p) { return reinterpret_cast<uint2*>(p); }
+  DEVICE void load() {
+    int tid = threadIdx.x;
+    if (tid < MAX_OUTS) s.base[tid] = p.base[tid];
+    if (tid < 3) s.scale[tid] = p.scale[tid];
+#pragma unroll 1
+    for (int g = 0; g < MAX_GROUPS; g++) {
+      int channel = (g * 256 + tid) * 8;
+      if (channel >= p.dim) break;
+      want(p.weight + channel);
+#pragma unroll
+      for (int k = 0; k < MULT; k++)
+        s.held[g][k][tid] = load_fresh(reinterpret_cast<const uint4*>(p.streams + k * p.dim + channel));
+    }
+  }
+  static DEVICE void load_halves(const uint16_t* from, bool there, uint2& a, uint2& b) {
+    uint4 u = {0, 0, 0, 0};
+    if (there) u = load_fresh(reinterpret_cast<const uint4*>(from));
+    a = {u.x, u.y}, b = {u.z, u.w};
+  }
+  // Four channels each, two and two in a row. Everything is asked for at once.
+  DEVICE void load_joining(int tid, uint2* y) {
+    if constexpr (MIXED) {
+      Parts parts[2 * MAX_GROUPS];
+      Shares shares;
+      shares.choices = load_fresh(reinterpret_cast<const uint32_t*>(p.expert_ids) + 1) >> 31 ? 0 : p.top_k;
+#pragma unroll
+      for (int k = 0; k < MAX_PARTS; k++)
+        shares.weight[k] = k < p.top_k && p.part_weights ? load_fresh(p.part_weights + k) : 1.0f;
+#pragma unroll
+      for (int g = 0; g < MAX_GROUPS; g++) {
+        int channel = (g * 256 + tid) * 8;
+        Parts *a = parts + 2 * g, *b = a + 1;
+        load_halves(p.shared + channel, channel < p.dim, a->shared, b->shared);
+        const uint16_t* from = p.parts + channel;
+#pragma unroll
+        for (int k = 0; k < MAX_PARTS; k++, from += p.dim)
+          load_halves(from, channel < p.dim && k < p.top_k, a->part[k], b->part[k]);
+      }
+#pragma unroll
+      for (int i = 0; i < 2 * MAX_GROUPS; i++) y[i] = add_parts(parts[i], shares);
+    } else {
+#pragma unroll
+      for (int g = 0; g < MAX_GROUPS; g++) {
+        int channel = (g * 256 + tid) * 8;
+        load_halves(p.y + channel, channel < p.dim, y[2 * g], y[2 * g + 1]);
+      }
+    }
+  }
+  DEVICE void mix(int tid, bool real) {
+    uint2 y[2 * MAX_GROUPS] = {};
+    load_joining(tid, y);
+#pragma unroll 1
+    for (int i = 0; i < 2 * MAX_GROUPS; i++) {
+      int channel = (i / 2 * 256 + tid) * 8 + i % 2 * 4;
+      if (channel >= p.dim) break;
+      uint2 joining = i & 2 ? i & 1 ? y[3] : y[2] : i & 1 ? y[1] : y[0], old[MULT];
+#pragma unroll
+      for (int k = 0; k < MULT; k++) old[k] = half_of(&s.held[i / 2][k][tid])[i % 2];
+#pragma unroll
+      for (int k = 0; k < MULT; k++) {
+        uint2 stream = mix_four(old, joining, s.post[k], s.mix + k);
+        store_shared_if(real, half_of(&s.held[i / 2][k][tid]) + i % 2, stream);
+        store_if(real, reinterpret_cast<uint2*>(p.mixed + k * p.dim + channel), stream);
+      }
+    }
+  }
+  DEVICE void run(bool real) {
+    int tid = thread_anew(), warp = tid >> 5, lane = tid & 31;
+    mix(tid, real);
+    uint4 weight[MAX_GROUPS][2] = {};
+#pragma unroll
+    for (int g = 0; g < MAX_GROUPS; g++) {
+      int channel = (g * 256 + tid) * 8;
+      const uint4* from = reinterpret_cast<const uint4*>(p.weight + channel);
+      if (channel < p.dim) weight[g][0] = from[0], weight[g][1] = from[1];
+    }
+    float logit = mixing_logit(p, gather_told(p, p.told, s.gathered, tid, real));
+    float gate = sigmoid(fma_rn(logit, s.scale[lane >= MULT], lane < MAX_OUTS ? s.base[lane] : 0.0f));
+    float pre[MULT], squares = 0.0f;
+#pragma unroll
+    for (int k = 0; k < MULT; k++) pre[k] = bits_float(shuffle(float_bits(gate + p.hc_eps), k));
+#pragma unroll 1
+    for (int g = 0; g < MAX_GROUPS; g++) {
+      if ((g * 256 + tid) * 8 >= p.dim) break;
+      uint32_t x[4];
+      uint4 raw[MULT];
+#pragma unroll
+      for (int k = 0; k < MULT; k++) raw[k] = s.held[g][k][tid];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        float lo = 0.0f, hi = 0.0f;
+#pragma unroll
+        for (int k = 0; k < MULT; k++) {
+          uint32_t pair = i == 0 ? raw[k].x : i == 1 ? raw[k].y : i == 2 ? raw[k].z : raw[k].w;
+          lo = fma_rn(low(pair), pre[k], lo);
+          hi = fma_rn(high(pair), pre[k], hi);
+        }
+        x[i] = packed(lo, hi);
+        squares = fma_rn(low(x[i]), low(x[i]), squares);
+        squares = fma_rn(high(x[i]), high(x[i]), squares);
+      }
+      store_shared_if(real, &s.held[g][0][tid], uint4{x[0], x[1], x[2], x[3]});
+    }
+    squares = warp_sum(squares);
+    if (lane == 0) s.sums[warp] = squares;
+    sync_threads();
+    float mean = s.sums[0];
+#pragma unroll
+    for (int w = 1; w < 8; w++) mean = add_rn(mean, s.sums[w]);
+    float factor = div_rn(1.0f, sqrt_rn(mean / static_cast<float>(p.dim) + p.norm_eps));
+#pragma unroll
+    for (int g = 0; g < MAX_GROUPS; g++) {
+      int channel = (g * 256 + tid) * 8;
+      bool has = real && channel < p.dim;
+      uint4 a = weight[g][0], b = weight[g][1], c = s.held[g][0][tid];
+      uint32_t w[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}, x[4] = {c.x, c.y, c.z, c.w}, out[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        out[i] = packed(low(x[i]) * factor * bits_float(w[2 * i]), high(x[i]) * factor * bits_float(w[2 * i + 1]));
+      store_if(has, reinterpret_cast<uint4*>(p.x + channel), uint4{out[0], out[1], out[2], out[3]});
+      Codes made = codes_of(out);
+      uint32_t* to = place_of_codes(p, 0, channel);
+      store_if(has, to, made.words[0]), store_if(has, to + 4, made.words[1]);
+      store_if(has && (tid & 15) == 0, reinterpret_cast<uint32_t*>(p.code_scale + channel / BLOCK), float_bits(made.scale));
+    }
+    if (real) forget(p, p.told, tid);
+    if (p.leaves_logits && real && warp == 0 && lane < MAX_OUTS) {
+      if (lane >= 2 * MULT) p.next_mix[lane - 2 * MULT] = fma_rn(logit, s.scale[2], s.base[lane]);
+      else if (lane >= MULT) p.next_post[lane - MULT] = 2.0f * gate;
+    }
+    sync_threads();
+  }
+};
+
+// The CTA that makes gates and the matrix.
+struct Gates {
+  const StreamsArgs& p;
+  TellShared& s;
+  float base, scale[3];
+
+  DEVICE void load() {
+    int lane = threadIdx.x & 31;
+    base = lane < p.outs ? p.base[lane] : 0.0f;
+#pragma unroll
+    for (int i = 0; i < 3; i++) scale[i] = p.scale[i];
+  }
+  DEVICE void run(bool real) {
+    uint64_t* told = p.told + p.dim / BLOCK * PARTS;
+    float total = gather_told(p, told, s.gathered, threadIdx.x, real);
+    if (real) forget(p, told, threadIdx.x);
+    if (threadIdx.x < 32) write_gates(p, 0, mixing_logit(p, total), base, scale[1], scale[2], real);
+    sync_threads();
+  }
+};
+
+template <typename Part>
+DEVICE void run_told(const StreamsArgs& p, Part part) {
+  part.load();
+  sync_threads();
+#pragma unroll 1
+  for (int pass = p.rehearses ? 0 : 1; pass < 2; pass++) {
+    if (pass) {
+      wait_for_previous_kernel();
+      let_next_kernel_start();
+    }
+    part.run(pass);
+  }
+}
+
+DEVICE void balance_logits(const StreamsArgs& p, float* to) {
+  float m[MULT * MULT];
+#pragma unroll
+  for (int i = 0; i < MULT * MULT; i++) m[i] = load_fresh(p.mix + i);
+  balance(m, p.hc_eps, p.iters);
+#pragma unroll
+  for (int i = 0; i < MULT * MULT; i++) to[i] = m[i];
+}
+
+template <bool MIXED>
+DEVICE void run_tell(const StreamsArgs& p) {
+  TellShared& s = *reinterpret_cast<TellShared*>(dynamic_shared());
+  int multiply = p.dim / BLOCK * (MAX_OUTS / 8), tid = threadIdx.x;
+  if (tid >= 32 && tid < 32 + MULT) s.post[tid - 32] = load_fresh(p.post + tid - 32);
+  if (p.takes_logits && tid == 0) balance_logits(p, s.mix);
+  if (!p.takes_logits && tid < MULT * MULT) s.mix[tid] = load_fresh(p.mix + tid);
+  int part = part_of_cta(multiply);
+  if (part < multiply)
+    run_told(p, Multiplies<MIXED>{p, s, part});
+  else if (part == multiply)
+    run_told(p, Finishes<MIXED>{p, s});
+  else
+    run_told(p, Gates{p, s});
+}
+KERNEL(TELL_THREADS, 4) streams_tell(GRID_CONSTANT StreamsArgs p) { run_tell<false>(p); }
+LAUNCHABLE(streams_tell, StreamsArgs, TELL_THREADS)
+KERNEL(TELL_THREADS, 2) streams_tell_mixed(GRID_CONSTANT StreamsArgs p) { run_tell<true>(p); }
+LAUNCHABLE(streams_tell_mixed, StreamsArgs, TELL_THREADS)
+
+// A matrix that was left as its logits, for who cannot balance it.
+KERNEL(32, 1) streams_balance(GRID_CONSTANT StreamsArgs p) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  if (threadIdx.x == 0) balance_logits(p, p.next_mix);
+}
+LAUNCHABLE(streams_balance, StreamsArgs, 32)
 
 // A row by a cluster, whose CTAs have two blocks each and read each other's sums where run_step has them in
 // device memory; all sums in its order. Grid: CLUSTER_CTAS a row.
@@ -484,7 +905,7 @@ DEVICE void run_cluster(const StreamsArgs& p) {
       float sum[3] = {}, square = 0.0f;
 #pragma unroll
       for (int k = 0; k < MULT; k++) {
-        uint2 stream = passes ? mix_four(old[b], y[b], post, mix, k) : old[b][k];
+        uint2 stream = passes ? mix_four(old[b], y[b], post[k], mix + k) : old[b][k];
         if (warp == 0) {
           s.mixed[b][k][lane] = stream;
           if (passes) *reinterpret_cast<uint2*>(p.mixed + (uint64_t(row) * MULT + k) * p.dim + channel) = stream;
@@ -643,7 +1064,7 @@ KERNEL(TILE_THREADS, 1) streams_tiles(GRID_CONSTANT StreamsArgs p) {
         int at = row + r < last ? row + r : last - 1;
         uint2 stream = old[r][k];
         if (p.y) {
-          stream = mix_four(old[r], y[r], p.post + uint64_t(at) * MULT, p.mix + uint64_t(at) * MULT * MULT, k);
+          stream = mix_four(old[r], y[r], p.post[uint64_t(at) * MULT + k], p.mix + uint64_t(at) * MULT * MULT + k);
           if (row + r < last)
             *reinterpret_cast<uint2*>(p.mixed + (uint64_t(at) * MULT + k) * p.dim + channel) = stream;
         }

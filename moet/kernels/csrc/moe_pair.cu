@@ -8,16 +8,20 @@ struct BeginArgs {
   StreamArgs shared;  // fp8; its CTAs come after those that choose
 };
 
-template <int STAGES>
+template <int STAGES, bool WHOLE = false, bool HALVED = false>
 DEVICE void begin(const BeginArgs& args) {
   int cta = blockIdx.x, before = args.choose.ctas;
   if (cta < before)
-    Choose(args.choose).run();
+    Choose<WHOLE>(args.choose).run();
   else
-    StreamGemm<FP8, 1, SWIGLU, STAGES, false, true>(args.shared, cta - before, gridDim.x - before).run();
+    StreamGemm<FP8, 1, SWIGLU, STAGES, false, true, false, false, false, HALVED>(args.shared, cta - before, gridDim.x - before).run();
 }
 KERNEL(THREADS, 1) pair_begin(GRID_CONSTANT BeginArgs args) { begin<4>(args); }
 LAUNCHABLE(pair_begin, BeginArgs, THREADS)
+KERNEL(THREADS, 1) pair_begin_whole(GRID_CONSTANT BeginArgs args) { begin<4, true>(args); }
+LAUNCHABLE(pair_begin_whole, BeginArgs, THREADS)
+KERNEL(THREADS, 1) pair_begin_halved(GRID_CONSTANT BeginArgs args) { begin<8, true, true>(args); }
+LAUNCHABLE(pair_begin_halved, BeginArgs, THREADS)
 KERNEL(THREADS, 1) pair_begin_small(GRID_CONSTANT BeginArgs args) { begin<1>(args); }
 LAUNCHABLE(pair_begin_small, BeginArgs, THREADS)
 
@@ -26,17 +30,18 @@ struct PairArgs {
   int shared_ctas;            // the first ones: they have the larger items
 };
 
-#define STREAM(name, codec, groups, stages, ctas)                                        \
+#define STREAM(name, codec, groups, stages, listed, ctas)                                \
   KERNEL(THREADS, ctas) name(GRID_CONSTANT PairArgs args) {                              \
     int cta = blockIdx.x, before = args.shared_ctas, rest = gridDim.x - before;          \
     if (cta < before)                                                                    \
       StreamGemm<FP8, 1, STORE_BF16, 2, true, true>(args.shared, cta, before).run();     \
     else                                                                                 \
-      StreamGemm<codec, groups, SWIGLU, stages, false, true, false, true>(args.routed, cta - before, rest).run(); \
+      StreamGemm<codec, groups, SWIGLU, stages, false, true, false, true, listed>(args.routed, cta - before, rest).run(); \
   }                                                                                      \
   LAUNCHABLE(name, PairArgs, THREADS)
 
-STREAM(pair_w2, W2, 1, 3, 2)
-STREAM(pair_mxfp4, MXFP4, 1, 2, 2)
-STREAM(pair_nvfp4, NVFP4, 1, 2, 2)
-STREAM(pair_nvfp4_few, NVFP4, 0, 2, 2)
+STREAM(pair_w2, W2, 1, 3, false, 2)
+STREAM(pair_w2_listed, W2, 1, 3, true, 2)
+STREAM(pair_mxfp4, MXFP4, 1, 2, false, 2)
+STREAM(pair_nvfp4, NVFP4, 1, 2, false, 2)
+STREAM(pair_nvfp4_few, NVFP4, 0, 2, false, 2)

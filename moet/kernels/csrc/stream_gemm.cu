@@ -48,3 +48,13 @@ STREAM(stream_fp8_n8_bf16_split, FP8, 1, STORE_BF16, false, true, 2)
 STREAM(stream_fp8_n16_bf16_split, FP8, 2, STORE_BF16, false, false, 2)
 STREAM(stream_fp8_n32_bf16_split, FP8, 4, STORE_BF16, false, false, 2)
 STREAM(stream_fp8_n8_quant_bf16_split, FP8, 1, STORE_BF16, true, true, 2)
+
+// Of few rows, with the work list in shared memory.
+#undef STREAM
+#define STREAM(name, codec, nt, epilogue, stages, quantise, ctas)                      \
+  KERNEL(THREADS, ctas) name(GRID_CONSTANT StreamArgs args) {                          \
+    StreamGemm<codec, nt, epilogue, stages, quantise, false, false, false, true>(args).run(); \
+  }                                                                                    \
+  LAUNCHABLE(name, StreamArgs, THREADS)
+
+STREAM(stream_w2_n8_quant_bf16_listed, W2, 1, STORE_BF16, 2, true, 3)

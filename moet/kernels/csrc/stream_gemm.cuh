@@ -13,12 +13,20 @@
 
 constexpr int THREADS = 256;
 constexpr int MAX_CLUSTER = 8;
+constexpr int LIST_ROWS = 64;
 
 struct alignas(16) Entry {
   int slot;    // where the weights are; row of `weights`
   int expert;  // row of `bases`
   int first;   // first of its places in `pairs`
   int count;   // rows, at most 8 NT
+};
+
+// A work list in shared memory, of at most LIST_ROWS rows and so of no more entries.
+struct List {
+  Entry entries[LIST_ROWS];
+  int rows[LIST_ROWS];       // of each place
+  float weights[LIST_ROWS];  // of each row
 };
 
 // One matrix of a weight row: byte offsets of its planes in a segment, and of its row bases (NVFP4:
@@ -111,7 +119,11 @@ enum ErrorBit { INVALID_SLOT = 1, INVALID_COUNT = 2 };
 // CLUSTER: the CTAs of a cluster have the slices of one item, one each, and sum them among themselves.
 // ALL_TOKENS: of at most MAX_ROWS tokens all are columns of every item, loaded once, before the work list
 // is there; the kernel ahead wrote none of them.
-template <int CODEC, int NT, int EPILOGUE, int STAGES, bool QUANTISE, bool OVERLAP, bool CLUSTER = false, bool ALL_TOKENS = false>
+// HALVED: a CTA has 16 of an item's 32 gate rows and the same of up, and another one the others; half of its
+// warps copy nothing and what they compute is left.
+// LISTED: the work list, which has room for all rows, is read at once and kept in shared memory.
+template <int CODEC, int NT, int EPILOGUE, int STAGES, bool QUANTISE, bool OVERLAP, bool CLUSTER = false, bool ALL_TOKENS = false,
+          bool LISTED = false, bool HALVED = false>
 struct StreamGemm {
   static constexpr int CPS = chunks_per_stage(CODEC);
   static constexpr int CODE_BYTES = CODEC == NVFP4 ? 1024 : chunk_bytes(CODEC);
@@ -127,6 +139,7 @@ struct StreamGemm {
   // Instances for few experts only ever share items, and save the registers of a second half.
   static constexpr bool ALWAYS_SHARED = !OVERLAP && NT == 1;
   // Instances for many experts keep an entry's rows instead of asking for them with every item.
+  static constexpr int COPYING = HALVED ? THREADS / 2 : THREADS;  // threads that have a place in the ring
   static constexpr bool KEEPS_ROWS = (CODEC == W2 && OVERLAP && NT == 1 && !CLUSTER) || ALL_TOKENS;
   static constexpr bool LOADS_FIRST = CODEC == W2 && KEEPS_ROWS && MOET_SM == 90;
 
@@ -138,6 +151,7 @@ struct StreamGemm {
   int tid, lane, warp, group;
   int stages_per_segment, slice_stages, first_item, last_item;
   int cta, ctas;          // this one's number among those that divide the items
+  int half;               // HALVED: which rows of the items
   TableOf<CODEC> table;
 
   float tensor_scale;     // NVFP4: of this warp's matrix and entry
@@ -147,14 +161,15 @@ struct StreamGemm {
   int out_row[2];         // KEEPS_ROWS: of out, of this lane's two tokens; -1 for none
 
   // The producer's place: which item and stage it copies next, and from where.
-  Cursor next;
+  Cursor next, first;     // first: of this warpgroup
   int next_stage, next_in_segment;
-  const uint8_t *codes, *scales, *bases;
+  uint64_t codes, scales, bases;  // addresses; offsets until aimed
   int aimed_entry;
   const uint8_t *row_start, *base_start;
 
   DEVICE StreamGemm(const StreamArgs& args) : StreamGemm(args, blockIdx.x, gridDim.x) {}
-  DEVICE StreamGemm(const StreamArgs& args, int number, int of) : p(args), cta(number), ctas(of), table(args.masks) {
+  DEVICE StreamGemm(const StreamArgs& args, int number, int of)
+      : p(args), cta(HALVED ? number >> 1 : number), ctas(HALVED ? of >> 1 : of), half(number & 1), table(args.masks) {
     tid = threadIdx.x;
     lane = tid & 31;
     int uniform = shuffle(tid >> 5, 0);  // so that the compiler knows it is one value a warp
@@ -169,40 +184,36 @@ struct StreamGemm {
     ring = reinterpret_cast<uint8_t*>(reduction + 2 * GROUPS * 4 * 128);
   }
 
+  DEVICE bool idle() const { return HALVED && (warp & 1) != half; }
+  DEVICE int ring_lane() const { return HALVED ? (group * 2 + (warp >> 1)) * 32 + lane : tid; }
   DEVICE bool shared_items() const { return ALWAYS_SHARED || shared; }
   DEVICE int first_stage() const { return shared_items() && group ? p.first_half_stages : 0; }
   DEVICE int end_stage() const { return shared_items() && !group ? p.first_half_stages : slice_stages; }
 
+  DEVICE List& list() const { return *reinterpret_cast<List*>(ring + STAGES * STAGE_BYTES * COPYING); }
   DEVICE Entry entry(int e) const {
+    if constexpr (LISTED) return list().entries[e];
     if (p.entries) return p.entries[e];
     int first = e * MAX_ROWS, left = p.num_rows - first;
     return {0, 0, first, left < MAX_ROWS ? left : MAX_ROWS};
   }
 
-  // Points the producer at the first stage of its item.
-  DEVICE void aim() {
-    if (ALWAYS_SHARED || next.entry != aimed_entry) {
-      aimed_entry = next.entry;
-      Entry t = entry(next.entry);
-      if (t.slot < 0 || t.slot >= p.num_slots) t.slot = t.expert = 0;  // reported by the consumer
-      row_start = p.weights + t.slot * p.row_stride + lane * 16;
-      base_start = p.bases + t.expert * p.base_stride;
-    }
+  // Where the first stage of the producer's item is in its entry's weights.
+  DEVICE void place() {
     // SWIGLU: warps 0, 1 take 32 gate rows and warps 2, 3 the same rows of up.
     const Part& part = p.parts[EPILOGUE == SWIGLU ? warp >> 1 : 0];
     int row_tile = EPILOGUE == SWIGLU ? next.in_segment * 2 + (warp & 1) : next.in_segment * 4 + warp;
-    const uint8_t* row = row_start + next.segment * uint64_t(p.segment_stride);
+    uint64_t row = next.segment * uint64_t(p.segment_stride);
     codes = row + part.codes + uint64_t(row_tile) * (p.chunks * CODE_BYTES);
     if constexpr (has_scale_plane(CODEC)) {
       scales = row + part.scales + row_tile * ((p.chunks + 1) / 2 * 128) - lane * 12;
-      bases = base_start + next.segment * p.base_segment_stride + part.bases + row_tile * 16 + base_row() / 4 * 4;
+      bases = next.segment * p.base_segment_stride + part.bases + row_tile * 16 + base_row() / 4 * 4;
     } else if constexpr (CODEC == NVFP4) {
       scales = row + part.scales + row_tile * (p.chunks * 128) - lane * 12;
     } else if constexpr (CODEC == FP8) {
-      scales = base_start + part.bases + row_tile / 8 * (p.chunks * 4);
+      scales = part.bases + row_tile / 8 * (p.chunks * 4);
     }
-    next_stage = first_stage();
-    int s = next.slice * slice_stages + next_stage;
+    int s = next.slice * slice_stages + first_stage();
     int segment = divide(s, p.inverse.segment_stages);
     next_in_segment = s - segment * stages_per_segment;
     codes += segment * uint64_t(p.segment_stride) + next_in_segment * (CPS * CODE_BYTES);
@@ -215,36 +226,57 @@ struct StreamGemm {
       scales += next_in_segment * (CPS * 4);
     }
   }
+  // Points the producer at what place() has found.
+  DEVICE void aim() {
+    next_stage = first_stage();
+    if (ALWAYS_SHARED || next.entry != aimed_entry) {
+      aimed_entry = next.entry;
+      Entry t = entry(next.entry);
+      if (t.slot < 0 || t.slot >= p.num_slots) t.slot = t.expert = 0;  // reported by the consumer
+      row_start = p.weights + t.slot * p.row_stride + lane * 16;
+      base_start = p.bases + t.expert * p.base_stride;
+    }
+    codes += reinterpret_cast<uint64_t>(row_start);
+    if constexpr (SCALE_WORDS > 0) scales += reinterpret_cast<uint64_t>(CODEC == FP8 ? base_start : row_start);
+    if constexpr (has_scale_plane(CODEC)) bases += reinterpret_cast<uint64_t>(base_start);
+  }
   DEVICE uint32_t group_bytes() const { return CODEC == NVFP4 ? 0 : slice_stages * CPS * 1024; }  // of eight tokens
   DEVICE int base_row() const { return (lane >> 2) + 8 * (lane & 1); }
 
-  DEVICE uint8_t* ring_stage(int s) const { return ring + s * (STAGE_BYTES * THREADS); }
+  DEVICE static const void* address(uint64_t a) { return reinterpret_cast<const void*>(a); }
+  DEVICE uint8_t* ring_stage(int s) const { return ring + s * (STAGE_BYTES * COPYING); }
 
   // Copies the producer's stage into ring place s, then steps. Commits a group in any case.
   DEVICE void produce(int s) {
-    if (next.item < last_item && first_stage() < end_stage()) {
-      if (next_stage == end_stage()) aim();
-      uint8_t* to = ring_stage(s) + tid * 16;
+    if (next.item < last_item && first_stage() < end_stage() && !idle()) {
+      if (next_stage == end_stage()) {
+        if constexpr (!LISTED) place();
+        aim();
+      }
+      uint8_t* to = ring_stage(s) + ring_lane() * 16;
       int left = p.chunks - next_in_segment * CPS;
 #pragma unroll
       for (int i = 0; i < CPS * WORDS; i++)
-        copy16(to + i * (16 * THREADS), codes + i * 512, i / WORDS < left);
+        copy16(to + i * (16 * COPYING), address(codes + i * 512), i / WORDS < left);
       codes += CPS * CODE_BYTES;
-      uint8_t* words = ring_stage(s) + CPS * WORDS * 16 * THREADS + tid * 4;
+      uint8_t* words = ring_stage(s) + CPS * WORDS * 16 * COPYING + ring_lane() * 4;
       if constexpr (has_scale_plane(CODEC)) {
 #pragma unroll
         for (int i = 0; i < SCALE_WORDS; i++)
-          copy4(words + i * (4 * THREADS), scales + i * 128, 2 * i < left);
-        copy4(words + SCALE_WORDS * (4 * THREADS), bases, true);
+          copy4(words + i * (4 * COPYING), address(scales + i * 128), 2 * i < left);
+        copy4(words + SCALE_WORDS * (4 * COPYING), address(bases), true);
         scales += CPS / 2 * 128;
       } else if constexpr (SCALE_WORDS > 0) {
         constexpr int APART = CODEC == FP8 ? 4 : 128;
 #pragma unroll
-        for (int i = 0; i < SCALE_WORDS; i++) copy4(words + i * (4 * THREADS), scales + i * APART, i < left);
+        for (int i = 0; i < SCALE_WORDS; i++) copy4(words + i * (4 * COPYING), address(scales + i * APART), i < left);
         scales += CPS * APART;
       }
       if (++next_in_segment == stages_per_segment) next_segment();
-      if (++next_stage == end_stage()) next.step(p, shared_items() ? 1 : 2);
+      if (++next_stage == end_stage()) {
+        next.step(p, shared_items() ? 1 : 2);
+        if constexpr (LISTED) place();
+      }
     }
     commit_copies();
   }
@@ -261,10 +293,22 @@ struct StreamGemm {
 
   DEVICE int source_row(const Entry& t, int i) const {
     int place = t.first + i;
+    if constexpr (LISTED) return list().rows[place];
     return p.pairs ? p.pairs[place] : place;
   }
   DEVICE int input_row(const Entry& t, int i) const {
     return ALL_TOKENS ? i : divide(source_row(t, i), p.inverse.x_divisor);
+  }
+  // The rows of out of this lane's two tokens, of all of which ALL_TOKENS has loaded.
+  DEVICE void find_rows(const Entry& t) {
+    out_row[0] = out_row[1] = -1;
+#pragma unroll 1
+    for (int j = 0; j < t.count; j++) {
+      int row = source_row(t, j), token = divide(row, p.inverse.x_divisor);
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+        if (token == token_of(i)) out_row[i] = row;
+    }
   }
   // The row of out of this lane's value i; -1 for none.
   DEVICE int row_of_value(const Entry& t, int i) const {
@@ -329,6 +373,59 @@ struct StreamGemm {
     }
   }
 
+  // As load_activations with QUANTISE. Sixteen lanes have 128 columns of a row, so that more of them take part
+  // and each has less to do.
+  DEVICE void quantise_rows(const Entry& t) {
+    static_assert(!QUANTISE || GROUPS == 1, "of up to eight rows");
+    const int quarters = slice_stages * CPS * 16;  // of blocks of 32 columns
+#pragma unroll 1
+    for (int token = 0; token < t.count; token++) {
+      const uint16_t* row = static_cast<const uint16_t*>(p.x) + uint64_t(source_row(t, token)) * p.ld_x;
+#pragma unroll 1
+      for (int i = tid; i < quarters; i += THREADS) {  // whole warps
+        int block = i >> 2, stage = block / (4 * CPS), segment = divide(stage, p.inverse.segment_stages);
+        int in_segment = (stage - segment * stages_per_segment) * 4 * CPS + block % (4 * CPS);
+        int column = (segment * p.chunks * 4 + in_segment) * 32 + (i & 3) * 8;
+        uint4 v = {0, 0, 0, 0};
+        if (in_segment < p.chunks * 4 && column < p.k) v = *reinterpret_cast<const uint4*>(row + column);
+        uint32_t words[16] = {v.x, v.y, v.z, v.w};  // the rest is for nothing
+        float amax = 0.0f;
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          amax = larger(amax, bits_float((words[j] << 16) & 0x7FFFFFFFu));
+          amax = larger(amax, bits_float(words[j] & 0x7FFF0000u));
+        }
+#pragma unroll
+        for (int apart = 1; apart < 16; apart *= 2) amax = larger(amax, shuffle_xor(amax, apart));
+        int e = activation_exponent(amax);
+        uint4 a, b;
+        quantise_words(words, power_of_two(-e), a, b);
+        uint32_t* to = reinterpret_cast<uint32_t*>(activations + block * 256 + token * 16) + (i & 3);
+        to[0] = a.x, to[32] = b.x;
+        if (i % 16 == 0) x_scales[(block >> 2) * 8 + token] = power_of_two(e);
+      }
+    }
+  }
+
+  // As load_activations for ALL_TOKENS; the copies are on their way.
+  DEVICE void copy_tokens(int tokens) {
+    static_assert(!FEW && !QUANTISE && NT < 2, "codes as they are");
+    int spread = 0;
+    while (1 << spread < tokens) spread++;
+#pragma unroll 1
+    for (int i = tid; i < (slice_stages * CPS * 4) << spread; i += THREADS) {
+      int token = i & ((1 << spread) - 1), block = i >> spread;
+      bool valid = token < tokens && block < p.chunks * 4 && block * 32 < p.k;
+      const uint8_t* from = static_cast<const uint8_t*>(p.x) + (valid ? token * p.ld_x + block * 32 : 0);
+      uint8_t* to = activations + block * 256 + token * 16;
+      copy16(to, from, valid);
+      copy16(to + 128, from + 16, valid);
+      const float* scale = p.x_scale + (valid ? token * p.ld_x_scale + (block >> 2) * p.x_group_stride : 0);
+      if ((block & 3) == 0) copy4(x_scales + (block >> 2) * 8 + token, scale, valid);
+    }
+    commit_copies();
+  }
+
   // 32 bf16 of a row -> e4m3; the four lanes with a row's 128 columns share its scale. apart: of two
   // such lanes. Returns the scale's exponent.
   DEVICE int quantise_block(bool valid, int row, int column, int apart, uint4& a, uint4& b) {
@@ -368,19 +465,19 @@ struct StreamGemm {
 
   // The code words of a lane in a chunk of ring place s.
   DEVICE void load_codes(int s, int chunk, uint32_t* words) const {
-    const uint8_t* from = ring_stage(s) + tid * 16 + chunk * (WORDS * 16 * THREADS);
+    const uint8_t* from = ring_stage(s) + ring_lane() * 16 + chunk * (WORDS * 16 * COPYING);
 #pragma unroll
     for (int i = 0; i < WORDS; i++) {
-      uint4 v = *reinterpret_cast<const uint4*>(from + i * (16 * THREADS));
+      uint4 v = *reinterpret_cast<const uint4*>(from + i * (16 * COPYING));
       words[4 * i] = v.x, words[4 * i + 1] = v.y, words[4 * i + 2] = v.z, words[4 * i + 3] = v.w;
     }
   }
   // This lane's scale words of ring place s, THREADS apart; behind them its base.
   DEVICE const uint32_t* scale_words(int s) const {
-    return reinterpret_cast<const uint32_t*>(ring_stage(s) + CPS * WORDS * 16 * THREADS) + tid;
+    return reinterpret_cast<const uint32_t*>(ring_stage(s) + CPS * WORDS * 16 * COPYING) + ring_lane();
   }
   DEVICE uint32_t load_base(int s) const {
-    return scale_words(s)[SCALE_WORDS * THREADS] >> (8 * (base_row() & 3)) & 0xFF;
+    return scale_words(s)[SCALE_WORDS * COPYING] >> (8 * (base_row() & 3)) & 0xFF;
   }
 
   // One stage of W2. All that is read from shared memory comes first, so that no chunk waits for it
@@ -389,7 +486,7 @@ struct StreamGemm {
     uint32_t words[CPS / 2], codes[CPS][4 * WORDS], exponents[CPS][2];
     float2 factors[CPS];
 #pragma unroll
-    for (int c = 0; c < CPS / 2; c++) words[c] = scale_words(s)[c * THREADS];
+    for (int c = 0; c < CPS / 2; c++) words[c] = scale_words(s)[c * COPYING];
 #pragma unroll
     for (int c = 0; c < CPS; c++) load_codes(s, c, codes[c]);
 #pragma unroll
@@ -429,7 +526,7 @@ struct StreamGemm {
   DEVICE void consume_nvfp4(int s, int stage, float* sum) {
     uint32_t words[CPS], codes[CPS][4 * WORDS];
 #pragma unroll
-    for (int c = 0; c < CPS; c++) words[c] = scale_words(s)[c * THREADS], load_codes(s, c, codes[c]);
+    for (int c = 0; c < CPS; c++) words[c] = scale_words(s)[c * COPYING], load_codes(s, c, codes[c]);
     BOperand b = b_operand(activations + stage * (CPS * 1024), group_bytes());
 #pragma unroll
     for (int c = 0; c < CPS; c++) {
@@ -465,7 +562,7 @@ struct StreamGemm {
       RowScale scale = {0, 0, 0};
       if constexpr (has_scale_plane(CODEC)) {
         if (c % 2 == 0) {
-          scale_word = words[c / 2 * THREADS];
+          scale_word = words[c / 2 * COPYING];
 #if MOET_SM == 90
           exponents = saturating_subtract(scale_word, base4) << 2;
 #endif
@@ -477,7 +574,7 @@ struct StreamGemm {
         scale.word1 = shuffle(exponents, quad + 1);
 #endif
       } else if constexpr (CODEC == FP8) {
-        weight_scale[c] = bits_float(words[c * THREADS]);
+        weight_scale[c] = bits_float(words[c * COPYING]);
       }
 #pragma unroll
       for (int j = 0; j < 4; j++) decode_block<CODEC>(codes, j, scale, p.masks, a[c % BUFFERS][j]);
@@ -527,13 +624,18 @@ struct StreamGemm {
   }
 
   DEVICE void load_for(const Entry& t, int slice) {
-    load_activations(t, slice);
+    if constexpr (LISTED && QUANTISE) quantise_rows(t);  // which has no slices
+    else load_activations(t, slice);
     fence_shared_for_matrix_units();
     sync_threads();
   }
 
   DEVICE void run() {
-    if constexpr (ALL_TOKENS) load_for({0, 0, 0, divide(p.num_rows, p.inverse.x_divisor)}, 0);
+    if constexpr (ALL_TOKENS) {
+      int tokens = divide(p.num_rows, p.inverse.x_divisor);
+      if constexpr (LISTED) copy_tokens(tokens);
+      else load_for({0, 0, 0, tokens}, 0);
+    }
     if (p.entries && !p.early) wait_for_previous_kernel();
     start();
     wait_for_previous_kernel();
@@ -542,14 +644,16 @@ struct StreamGemm {
     int loaded = -1, place = 0;
     parity = 0;
 #pragma unroll 1
-    for (Cursor at = next_start(); at.item < last_item; at.step(p, shared_items() ? 1 : 2)) {
+    for (Cursor at = first; at.item < last_item; at.step(p, shared_items() ? 1 : 2)) {
       int slice = at.slice;
       if (at.entry * p.slices + slice != loaded) {
         loaded = at.entry * p.slices + slice;
         Entry t = entry(at.entry);
         fine = valid(t);
         if (t.count > MAX_ROWS) t.count = MAX_ROWS;
-        if constexpr (KEEPS_ROWS) {
+        if constexpr (LISTED && ALL_TOKENS) {
+          find_rows(t);
+        } else if constexpr (KEEPS_ROWS) {
 #pragma unroll
           for (int i = 0; i < (FEW ? 1 : 2); i++) out_row[i] = row_of_value(t, i);
         }
@@ -597,32 +701,49 @@ struct StreamGemm {
     wait_copies<0>();
   }
 
-  DEVICE int num_items() const {
-    int n = p.entries ? *p.num_entries : (p.num_rows + MAX_ROWS - 1) / MAX_ROWS;
-    return n * p.tiles * p.slices;
-  }
-  DEVICE int my_first_item() const { return first_item + (shared_items() ? 0 : group); }
-  DEVICE Cursor next_start() const {
-    Cursor at;
-    at.seek(p, my_first_item());
-    return at;
-  }
+  DEVICE int num_entries() const { return p.entries ? *p.num_entries : (p.num_rows + MAX_ROWS - 1) / MAX_ROWS; }
 
   DEVICE int share(int of) const { return divide(of, p.inverse.ctas); }
 
   // Divides the items among CTAs, as single items or in pairs (of one entry), whichever ends sooner.
-  DEVICE void start() {
-    int items = num_items(), pairs = items / 2;
+  DEVICE void divide_items(int entries) {
+    int items = entries * p.tiles * p.slices, pairs = items / 2;
     shared = ALWAYS_SHARED || CLUSTER || p.tiles_per_segment % 2 != 0 || p.slices != 1 || 2 * share(pairs + ctas - 1) > share(items + ctas - 1);
-    int unit = shared_items() ? 1 : 2, units = items / unit;
+    int unit = shared_items() ? 1 : 2, units = shared_items() ? items : pairs;
     int each = share(units), more = units - each * ctas;  // CTAs that take one more than each
     first_item = (each * cta + (cta < more ? cta : more)) * unit;
     last_item = first_item + (each + (cta < more)) * unit;
-    next.seek(p, my_first_item());
+    next.seek(p, first_item + (shared_items() ? 0 : group));
+    first = next;
+    if constexpr (LISTED) place();
+  }
+  DEVICE void start() {
+    if constexpr (LISTED) read_list();
+    else divide_items(num_entries());
     next_stage = end_stage();
     aimed_entry = -1;
 #pragma unroll 1
     for (int s = 0; s < STAGES; s++) produce(s);
+  }
+  // All of it in one round, which is also that of the tokens' copies. Meanwhile the items are divided as
+  // if every row were an entry.
+  DEVICE void read_list() {
+    static_assert(THREADS >= 3 * LIST_ROWS, "a thread reads one thing");
+    int i = tid % LIST_ROWS, what = warp + 4 * group, entries = *p.num_entries;
+    bool there = i < p.num_rows;
+    List& to = list();
+    if (what / 2 == 0) copy16(to.entries + i, p.entries + i, there);
+    else if (what / 2 == 1) copy4(to.rows + i, p.pairs + i, there);
+    else if (EPILOGUE == SWIGLU && what / 2 == 2 && p.pair_weight) copy4(to.weights + i, p.pair_weight + i, there);
+    else if (EPILOGUE == SWIGLU && what / 2 == 2) to.weights[i] = 1.0f;
+    commit_copies();
+    divide_items(p.num_rows);
+    // Never so: the compiler would put all that nothing ahead of the barrier needs behind it.
+    if (codes + scales + bases == ~0ull) to.weights[0] = 0.0f;
+    wait_copies<0>();
+    if constexpr (ALL_TOKENS) fence_shared_for_matrix_units();
+    sync_threads();
+    if (entries != p.num_rows) divide_items(entries);
   }
 
   // Adds the two warpgroups' totals and stores the item's outputs.
@@ -657,7 +778,7 @@ struct StreamGemm {
         for (int i = 0; i < VALUES; i++) mine[i * stride] = total[i];
       }
       sync_warpgroup(group);
-      if (warp < 2) {
+      if (warp < 2 && !idle()) {
         float up[VALUES];
 #pragma unroll
         for (int i = 0; i < VALUES; i++) up[i] = mine[i * stride + (shared_items() ? 64 : 0)];
@@ -694,7 +815,8 @@ struct StreamGemm {
     int first_column = at.segment * p.columns;
     for_outputs(t, at.in_segment * 32 + warp * 16, p.columns, gate, [&](int row, int column, float g, int i) {
       float h = swiglu_of(g, up[i], p.swiglu_limit);
-      if (p.pair_weight) h *= p.pair_weight[row];
+      if constexpr (LISTED) h *= list().weights[row];
+      else if (p.pair_weight) h *= p.pair_weight[row];
       static_cast<uint16_t*>(p.out)[uint64_t(row) * p.ld_out + first_column + column] = to_bf16(h);
     });
   }

@@ -1,11 +1,17 @@
-"""The chunk attention kernels on a GPU: the bits of their Triton forms at the released shapes."""
+"""The attention kernels on a GPU: the bits of their Triton forms at the released shapes."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from moet.kernels import device_latents, triton_attention, triton_mla_attention
+from moet.kernels import (
+    device_latents,
+    row_attention,
+    triton_attention,
+    triton_mla_attention,
+    triton_rows,
+)
 from moet.kernels.attention import WindowKeys
 from moet.kernels.cache import Fp8Rows
 from moet.kernels.cubin import device_arch
@@ -50,6 +56,45 @@ def test_chunks_have_the_bits_of_tiles(kind: str, device: torch.device) -> None:
     assert not off.any(), f"{int(off.sum())} of {num} rows differ, by {float(gap)}"
     again = attend_chunk(launcher, *args, scale=WIDTH**-0.5)
     assert torch.equal(found, again)
+
+
+@pytest.mark.parametrize("kind", ["window", "every", "chosen"])
+def test_few_rows_have_the_bits_of_tiles(
+    kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few tiles in all, whose values are divided, and many."""
+    if device_arch(device) != "sm90a":
+        pytest.skip("the kernel is sm_90a's")
+    monkeypatch.setattr(row_attention, "MOST_TILES", 160)
+    monkeypatch.setattr(row_attention, "FILLING_TILES", 8)
+    launcher = Device.open("sm90a", device).launcher
+    for pieces in ([(0, 1)], [(700, 703)], [(p, p + 1) for p in (3, 60, 64, 127, 300, 511, 700)]):
+        rows = make_rows(pieces, short=True, device=device, fill=len(pieces) // 7)
+        num, ratio = len(rows.positions), {"window": 0, "every": 128, "chosen": 4}[kind]
+        ring = ringed(Fp8Rows(WIDTH - ROPE, ROPE, 130), rows)
+        entries = None if ratio == 0 else paged(Fp8Rows(WIDTH - ROPE, ROPE, 256 // ratio), rows)
+        selected = None
+        if kind == "chosen":
+            selected = torch.full((num, 128), -1, dtype=torch.int32, device=device)
+            for row, visible in enumerate(rows.visible(ratio).tolist()):
+                some = torch.randperm(visible, device=device)[:128].sort().values
+                selected[row, : len(some)] = some.int()
+        q, sink = 4 * torch.randn(num, HEADS, WIDTH, device=device).bfloat16(), torch.randn(HEADS)
+        keys = WindowKeys(rows, ring, None, entries, selected, 128, ratio)
+        angles = rope_cos_sin(rows.positions, torch.rand(ROPE // 2, device=device))
+        assert row_attention.fits(keys)
+        torch.cuda.synchronize()  # what keys are read ahead of the kernel before
+        given, facts = (q, sink.to(device), keys, *angles), {"scale": WIDTH**-0.5, "num_groups": 8}
+        wanted = triton_attention.window_attention_q(*given, **facts).decoded()
+        for rehearsals in (0, 1):
+            monkeypatch.setattr(row_attention, "REHEARSALS", rehearsals)
+            found = row_attention.attend(launcher, *given, **facts)
+            assert torch.equal(found.decoded(), wanted)
+        if selected is None:
+            turned = triton_rows.norm_rope_heads(q.flatten(1), *angles, num_heads=HEADS, eps=1e-6)
+            wanted = triton_attention.window_attention_q(turned, *given[1:], **facts).decoded()
+            found = row_attention.attend(launcher, *given, **facts, eps=1e-6)
+            assert torch.equal(found.decoded(), wanted)
 
 
 @pytest.mark.parametrize("heads", [32, 64])

@@ -11,9 +11,9 @@ from moet.kernels import device_streams
 from moet.kernels.cubin import device_arch
 from moet.kernels.device_gemm import Device
 from moet.kernels.device_streams import MixMatrix
-from moet.kernels.hyper_connection import Site, hc_enter, hc_head_norm, hc_pass
+from moet.kernels.hyper_connection import Logits, Site, balanced, hc_enter, hc_head_norm, hc_pass
 from moet.kernels.mixture import Mixture
-from moet.kernels.quant import plain_values
+from moet.kernels.quant import Activations, plain_values
 from moet.kernels.stream_experts import combine
 from tests.kernels.accelerated.conftest import INTERPRETED
 from tests.kernels.accelerated.world import assert_close
@@ -40,6 +40,10 @@ def on(gpu: Device, site: Site) -> Site:
     return replace(site, fn=MixMatrix(site.fn, gpu))
 
 
+def values(x: Tensor | Activations | Logits) -> Tensor:
+    return balanced(x) if isinstance(x, Logits) else plain_values(x)
+
+
 def test_passes_of_any_size_have_the_same_rows(gpu: Device, device: torch.device) -> None:
     given = site(24, device)
     y = torch.randn(MOST, DIM, device=device).bfloat16()
@@ -49,13 +53,13 @@ def test_passes_of_any_size_have_the_same_rows(gpu: Device, device: torch.device
     want = hc_pass(y, streams, post, mix, given)
     whole = run(y, streams, post, mix, on(gpu, given))
     for a, b in zip(whole, want, strict=True):
-        assert_close(plain_values(a), plain_values(b), hc_pass.tolerance)
+        assert_close(values(a), values(b), hc_pass.tolerance)
     for n in (1, 3, 4, 5, 33, 64, 65, 300):
         part = slice(MOST - n, MOST)
         before = y[part], streams[part], post[part], mix[part]
         found = run(*before, on(gpu, given))
         for a, b in zip(found, whole, strict=True):
-            assert torch.equal(plain_values(a), plain_values(b)[part]), n
+            assert torch.equal(values(a), values(b)[part]), n
     assert (gpu.counters == 0).all()
 
 
@@ -66,7 +70,7 @@ def test_entry_and_head_are_their_references(gpu: Device, device: torch.device) 
     found = enter(streams, on(gpu, given))
     want = hc_enter(streams, given)
     for a, b in zip(found, want, strict=True):
-        assert_close(plain_values(a), plain_values(b), hc_enter.tolerance)
+        assert_close(values(a), values(b), hc_enter.tolerance)
     given = site(4, device)
     head = hc_head_norm.bind(arch=gpu.arch, mult=4, dim=DIM, placed=True)
     want_x = hc_head_norm(streams, given)
@@ -88,8 +92,11 @@ def test_forms_of_few_rows_have_the_same_bits(
     with monkeypatch.context() as without:
         without.setattr(device_streams, "_has_clusters", lambda *_: False)
         want = run(y, streams, post, mix, placed)
-    for given in (y, Mixture(parts, shared, None, ids, lambda: y)):
-        found = run(given, streams, post, mix, placed)
-        for a, b in zip(found, want, strict=True):
-            assert torch.equal(plain_values(a), plain_values(b))
+    for form in range(4):
+        for bit, name in enumerate(("TELLS", "REHEARSES")):
+            monkeypatch.setattr(device_streams, name, (bool(form >> bit & 1),) * 2)
+        monkeypatch.setattr(device_streams, "DEFERS", (form == 3,) * 2)
+        for given in (y, Mixture(parts, shared, None, ids, lambda: y)) * 50:
+            for a, b in zip(run(given, streams, post, mix, placed), want, strict=True):
+                assert torch.equal(values(a), values(b))
     assert (gpu.counters == 0).all()

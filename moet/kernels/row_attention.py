@@ -1,0 +1,146 @@
+"""Attention of a step of few rows by csrc/row_attention.cu: 64 heads over fp8 rows, bit for bit
+what triton_attention.py makes of them. Knows tensors and a Launcher."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from moet.kernels.attention import WindowKeys
+from moet.kernels.quant import Activations
+from moet.kernels.stream_gemm import Launcher, pointer
+
+HEADS, WIDTH, ROPE, KEYS = 64, 512, 64, 64
+THREADS, JOIN_THREADS = 256, 128
+LOG2E = 1.4426950408889634
+MOST_TILES = 0  # of all rows; with more, or if 0, steps attend by Triton
+FILLING_TILES = 64  # up to so many, a tile's values are divided among programs
+PARTS = 4  # of a tile's values
+REHEARSALS = 0  # of products ahead of the wait, for the instruction caches' sake: 0 or 1
+RAW = False  # whether queries wait for these kernels to bring their heads to unit size
+ROW_TILES = 32  # of a row, which join at once
+MOST_PAGES = 4096  # of a row, which wait in shared memory
+HALF = HEADS // 2  # heads of a program
+FIXED_BYTES = 2 * KEYS * WIDTH + HALF * (2 * WIDTH + 2 * KEYS + 4 * (KEYS + 4))  # keys, the rest
+
+POINTERS = (
+    "q sink window entries selected cos sin positions seq_slots page_rows page_table part_acc "
+    "part_sum codes scales"
+)
+NUMBERS = "rows tiles window_tiles parts reach ring ratio page_bits top_k blocks pages rehearsals"
+
+
+class RowsArgs(ctypes.Structure):
+    """Field for field `struct RowsArgs` of the source."""
+
+    _fields_: ClassVar = [
+        *((name, ctypes.c_void_p) for name in POINTERS.split()),
+        *((name, ctypes.c_int64) for name in ("table_stride", "ring_bytes", "page_bytes")),
+        *((name, ctypes.c_float) for name in ("scale", "eps")),
+        *((name, ctypes.c_int) for name in NUMBERS.split()),
+    ]
+
+
+def tiles_of(keys: WindowKeys) -> tuple[int, int]:
+    """Most tiles that a row's window comes in, and its entries."""
+    most = 0
+    if keys.entries is not None:
+        seen = keys.rows.max_entries(keys.ratio)
+        most = seen if keys.selected is None else min(keys.selected.shape[1], seen)
+    return -(-keys.sliding_window // KEYS), -(-most // KEYS)
+
+
+def fits(keys: WindowKeys) -> bool:
+    """Whether the kernels take these rows, which are in their rings already."""
+    tiles = sum(tiles_of(keys))
+    few = 0 < len(keys.rows.positions) * tiles <= MOST_TILES
+    small = tiles <= ROW_TILES and keys.rows.page_table.shape[1] <= MOST_PAGES
+    places = 1 if keys.entries is None else keys.entries.form.entries_per_page
+    return few and small and keys.chunk is None and places.bit_count() == 1
+
+
+def takes_raw(keys: WindowKeys) -> bool:
+    """Whether queries may come as their projection left them."""
+    return RAW and keys.selected is None and fits(keys)
+
+
+def attend(
+    launcher: Launcher,
+    q: Tensor,
+    sink: Tensor,
+    keys: WindowKeys,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    scale: float,
+    num_groups: int,
+    eps: float | None = None,
+) -> Activations:
+    """`window_attention_q` of rows that fit. q: [T, 64, 512] bf16. eps: if takes_raw."""
+    num_rows, device = len(q), q.device
+    rows, window, entries, selected = keys.rows, keys.window, keys.entries, keys.selected
+    assert q.shape[1:] == (HEADS, WIDTH)
+    assert q.is_contiguous()
+    assert selected is None or (selected.is_contiguous() and eps is None)
+    window_tiles, entry_tiles = tiles_of(keys)
+    tiles = window_tiles + entry_tiles
+    parts = PARTS if num_rows * tiles <= FILLING_TILES else 1
+    sums = num_rows * tiles * HEADS
+    part_acc = torch.empty(sums * WIDTH, dtype=torch.float32, device=device)
+    part_sum = torch.empty(sums * 2, dtype=torch.float32, device=device)
+    shape = num_rows * num_groups, HEADS * WIDTH // num_groups
+    codes = torch.empty(shape, dtype=torch.uint8, device=device)
+    scales = torch.empty((shape[0], shape[1] // 128), dtype=torch.float32, device=device)
+    num_pages = rows.page_table.shape[1]
+    args = RowsArgs(
+        q=q.data_ptr(),
+        sink=sink.data_ptr(),
+        window=window.pages.data_ptr(),
+        entries=None if entries is None else entries.pages.data_ptr(),
+        selected=pointer(selected),
+        cos=cos.data_ptr(),
+        sin=sin.data_ptr(),
+        positions=rows.positions.data_ptr(),
+        seq_slots=rows.seq_slots.data_ptr(),
+        page_rows=rows.page_rows.data_ptr(),
+        page_table=rows.page_table.data_ptr(),
+        part_acc=part_acc.data_ptr(),
+        part_sum=part_sum.data_ptr(),
+        codes=codes.data_ptr(),
+        scales=scales.data_ptr(),
+        table_stride=rows.page_table.stride(0),
+        ring_bytes=window.form.page_bytes,
+        page_bytes=0 if entries is None else entries.form.page_bytes,
+        scale=scale * LOG2E,
+        eps=0.0 if eps is None else eps,
+        rows=num_rows,
+        tiles=tiles,
+        window_tiles=window_tiles,
+        parts=parts,
+        reach=keys.sliding_window,
+        ring=window.form.entries_per_page,
+        ratio=max(1, keys.ratio),
+        page_bits=0 if entries is None else entries.form.entries_per_page.bit_length() - 1,
+        top_k=0 if selected is None else selected.shape[1],
+        blocks=WIDTH // 64 // parts,
+        pages=num_pages,
+        rehearsals=REHEARSALS,
+    )
+    launcher.launch(
+        "attend_rows" if eps is None else "attend_raw_rows",
+        grid=(tiles * 2 * parts, num_rows),
+        threads=THREADS,
+        shared_bytes=FIXED_BYTES + (0 if selected is None else 4 * num_pages),
+        args=args,
+    )
+    launcher.launch(
+        "join_rows",
+        grid=num_rows * HEADS,
+        threads=JOIN_THREADS,
+        shared_bytes=8 * (-(-tiles // 2) * 2) + 4 * tiles * WIDTH,
+        args=args,
+    )
+    return Activations(None, codes, scales)
