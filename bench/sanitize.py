@@ -158,6 +158,7 @@ CASES: dict[str, Callable[[Kernels, Tensor], None]] = {
     "bf16": partial(dense, codec="bf16", n=72, k=512),
     "shared": shared,
     "pairs": partial(pairs, kind=W2Rows, t=8),
+    "listed": partial(pairs, kind=W2Rows, t=3),
     "few": partial(pairs, kind=Nvfp4Rows, t=3),
 }
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.glm_ways import LONG_WAYS, WAYS, take_long_way, take_way, tell_timeline
+from bench.glm_ways import WAYS, take_way, tell_timeline
 from bench.gpu import check_parts, open_gpu
 from bench.lone_rank import lone_rank
 from bench.rigs import CONTEXT, placement_on, rig_on
@@ -255,30 +255,16 @@ def chunk_rows(
 
 
 def long_rows(bench: Bench, rig: DeviceRig, num_steps: int) -> None:
-    """A step at a long context against one at the usual context, by ways of choosing positions, and
-    whether steps that begin alike leave the same state."""
-    state = [*rig.kv.tensors.values(), rig.sampler.last_token]
-    kept = [tensor.clone() for tensor in state]
-    usual = Shape(num_seqs=1, num_rows=1, context=CONTEXT)
-    shape = Shape(num_seqs=1, num_rows=1, context=LONG)
-    first: list[int] = []
-    for what, way in LONG_WAYS.items():
-        with bench.part(f"context {LONG}, {what}"):
-            take_long_way(way)
-            rig.graphs.forget()
-            base_ms = rig.time_steps(usual, num_steps).step_ms
-            for tensor, value in zip(state, kept, strict=True):
-                tensor.copy_(value)
-            taken_ms = rig.time_steps(shape, num_steps).step_ms
-            found = [int(bits_of(tensor)) for tensor in state[:-1]]
-            first = first or found
-            note = f"state left {'alike' if found == first else 'otherwise'}"
-            case = f"decode, 1 streams, 1 rows, context {LONG}, {what}"
-            bench.add(case, taken_ms, "ms/step", note=note)
-            ratio = taken_ms / base_ms
-            bench.add(f"{case}, against {CONTEXT}", ratio, "x", floor=1, target=1.4)
-    take_long_way({})
-    rig.graphs.forget()
+    """A step at a long context against one at the usual context."""
+    with bench.part(f"context {LONG}"):
+        usual = Shape(num_seqs=1, num_rows=1, context=CONTEXT)
+        base_ms = rig.time_steps(usual, num_steps).step_ms
+        case = f"decode, 1 streams, 1 rows, context {LONG}"
+        shape = Shape(num_seqs=1, num_rows=1, context=LONG)
+        taken_ms = rig.time_steps(shape, num_steps).step_ms
+        bench.add(case, taken_ms, "ms/step")
+        ratio = taken_ms / base_ms
+        bench.add(f"{case}, against {CONTEXT}", ratio, "x", floor=1, target=1.4)
 
 
 def rig_rows(

@@ -27,16 +27,7 @@ from moet.bench.device_rig import DeviceRig
 from moet.bench.device_step import profile_kernels
 from moet.bench.rig import Shape
 from moet.config import ModelSettings
-from moet.kernels import (
-    device_streams,
-    paired_experts,
-    projections,
-    row_attention,
-    short_stream,
-    triton_attention,
-    triton_indexer,
-    triton_rows,
-)
+from moet.kernels import device_streams, triton_attention, triton_indexer, triton_rows
 from moet.kernels.device_gemm import PackedGroups
 from moet.models.deepseek_v4 import DeepseekV4
 from moet.models.deepseek_v4_attention import RopeTables
@@ -60,33 +51,6 @@ def eight_mixed(model: DeepseekV4) -> None:
     device_streams.MIXED_ROWS = 8
 
 
-def streams_told(model: DeepseekV4) -> None:
-    """Streams of a row alone are finished by CTAs that are told the parts."""
-    device_streams.TELLS = (True, True)
-
-
-def streams_told_behind_attention(model: DeepseekV4) -> None:
-    device_streams.TELLS = (True, False)
-
-
-def streams_rehearsed(model: DeepseekV4) -> None:
-    """Their code is run once ahead of time."""
-    device_streams.REHEARSES = (True, True)
-
-
-def streams_rehearsed_behind_attention(model: DeepseekV4) -> None:
-    device_streams.REHEARSES = (True, False)
-
-
-def matrix_deferred(model: DeepseekV4) -> None:
-    """Their matrix is balanced by whoever mixes by it."""
-    device_streams.DEFERS = (True, True)
-
-
-def matrix_deferred_behind_experts(model: DeepseekV4) -> None:
-    device_streams.DEFERS = (False, True)
-
-
 def choices_of_4096(model: DeepseekV4) -> None:
     """A program chooses from so many scores."""
     triton_indexer.CHUNK = 4096
@@ -94,26 +58,6 @@ def choices_of_4096(model: DeepseekV4) -> None:
 
 def choices_of_2048(model: DeepseekV4) -> None:
     triton_indexer.CHUNK = 2048
-
-
-def chosen_by_clusters(model: DeepseekV4) -> None:
-    """Of more scores than a program takes, a cluster of CTAs chooses."""
-    triton_indexer.CLUSTERED = triton_indexer.CHUNK + 1
-
-
-def always_by_clusters(model: DeepseekV4) -> None:
-    """Of however many."""
-    triton_indexer.CLUSTERED = 1
-
-
-def pages_in_groups(model: DeepseekV4) -> None:
-    """A program scores two pages, whose places it knows before queries are there."""
-    triton_indexer.PAGES_EACH = 2
-
-
-def pages_ahead(model: DeepseekV4) -> None:
-    """It has their keys by then, too."""
-    triton_indexer.PAGES_EACH, triton_indexer.KEYS_AHEAD = 2, True
 
 
 def joined_at_once(model: DeepseekV4) -> None:
@@ -131,36 +75,6 @@ def heads_in_twos(model: DeepseekV4) -> None:
     triton_rows.HEADS_EACH = 2
 
 
-def rows_attend_apart(model: DeepseekV4) -> None:
-    """Attention of up to eight rows is a kernel of CUDA, and what joins its tiles another."""
-    row_attention.MOST_TILES = 160
-
-
-def rows_rehearsed(model: DeepseekV4) -> None:
-    """It goes through a tile's products once before the keys or the queries are there."""
-    row_attention.REHEARSALS = 1
-
-
-def rows_attend_raw(model: DeepseekV4) -> None:
-    """It brings its queries to unit size and turns them, in layers without an index."""
-    rows_attend_apart(model)
-    row_attention.RAW = True
-
-
-def parts_of_two(model: DeepseekV4) -> None:
-    """Two programs divide a tile's values."""
-    row_attention.PARTS = 2
-
-
-def heads_by_eight_warps(model: DeepseekV4) -> None:
-    """Eight warps bring eight heads to unit size and turn them."""
-    triton_rows.QUERY_WARPS = 8
-
-
-def heads_by_sixteen_warps(model: DeepseekV4) -> None:
-    triton_rows.QUERY_WARPS = 16
-
-
 def groups_in_one_slice(model: DeepseekV4) -> None:
     """A CTA has all columns of a tile of the groups' product: other bits."""
     PackedGroups.slices = lambda self: 1  # type: ignore[method-assign]
@@ -171,117 +85,16 @@ def groups_in_four_slices(model: DeepseekV4) -> None:
     PackedGroups.slices = lambda self: 4  # type: ignore[method-assign]
 
 
-def pair_filled(model: DeepseekV4) -> None:
-    """The fp8 product of a pair takes all CTAs that the bf16 one leaves."""
-    projections.FILLED = True
-
-
-def short(*sites: str) -> Change:
-    """These products by kernels that know nothing else."""
-
-    def change(model: DeepseekV4) -> None:
-        short_stream.SITES |= set(sites)
-
-    return change
-
-
-def in_clusters(*sites: str) -> Change:
-    """Slices of these short products are summed by clusters."""
-
-    def change(model: DeepseekV4) -> None:
-        short_stream.CLUSTERS |= set(sites)
-
-    return change
-
-
-def handed(*sites: str) -> Change:
-    """Slices of these short products are handed to the last one's CTA."""
-
-    def change(model: DeepseekV4) -> None:
-        short_stream.HANDED |= set(sites)
-
-    return change
-
-
-def rehearsed(*sites: str) -> Change:
-    """These short products run once for nothing while they wait, which fetches instructions."""
-
-    def change(model: DeepseekV4) -> None:
-        short_stream.REHEARSED |= set(sites)
-
-    return change
-
-
-def lists_at_once(model: DeepseekV4) -> None:
-    """Kernels of experts read their work list at once and keep it in shared memory."""
-    paired_experts.LISTS = True
-
-
-def router_ahead(model: DeepseekV4) -> None:
-    """A CTA of the choice asks for all its weights ahead of x; a lone token's list is short."""
-    paired_experts.WHOLE = True
-
-
-SHORT = short("groups", "inputs", "codes", "pairs")
 VARIANTS: dict[str, list[Change]] = {
     "plain": [],
     "plain again": [],
-    "pair filled": [pair_filled],
-    "short pairs": [short("pairs")],
-    "short groups": [short("groups")],
-    "short inputs": [short("inputs", "codes")],
-    "short wholes": [short("wholes")],
-    "all short": [SHORT],
-    "all short and wholes": [SHORT, short("wholes")],
-    "all short, handed": [SHORT, handed("groups", "inputs", "codes", "pairs")],
-    "all short, rehearsed": [SHORT, rehearsed("groups", "inputs", "codes", "pairs")],
-    "all short and wholes, handed, rehearsed": [
-        SHORT,
-        short("wholes"),
-        handed("groups", "inputs", "codes", "pairs"),
-        rehearsed("groups", "inputs", "codes", "pairs", "wholes"),
-    ],
-    "all short, groups in clusters": [SHORT, in_clusters("groups")],
-    "all short, in clusters": [SHORT, in_clusters("groups", "inputs", "codes")],
-    "lists at once": [lists_at_once],
-    "router ahead": [router_ahead],
-    "lists at once, router ahead": [lists_at_once, router_ahead],
     "placed apart": [placed_apart],
-    "streams told": [streams_told],
-    "streams told behind attention": [streams_told_behind_attention],
-    "streams told, deferred": [streams_told, matrix_deferred],
-    "streams told, half deferred": [streams_told, matrix_deferred_behind_experts],
-    "streams told, rehearsed": [streams_told, streams_rehearsed],
-    "streams told, rehearsed, deferred": [
-        streams_told,
-        streams_rehearsed,
-        matrix_deferred,
-    ],
-    "streams told, half rehearsed, half deferred": [
-        streams_told,
-        streams_rehearsed_behind_attention,
-        matrix_deferred_behind_experts,
-    ],
     "choices of 4096": [choices_of_4096],
     "choices of 2048": [choices_of_2048],
-    "entries chosen by a cluster": [chosen_by_clusters],
-    "pages scored in groups": [pages_in_groups],
-    "pages in groups, chosen by a cluster": [pages_in_groups, chosen_by_clusters],
-    "pages ahead, chosen by a cluster": [pages_ahead, chosen_by_clusters],
-    "pages ahead, always by a cluster": [pages_ahead, always_by_clusters],
     "eight mixed": [eight_mixed],
     "joined at once": [joined_at_once],
     "heads in fours": [heads_in_fours],
     "heads in twos": [heads_in_twos],
-    "heads by eight warps": [heads_by_eight_warps],
-    "heads by sixteen warps": [heads_by_sixteen_warps],
-    "fours by eight warps": [heads_in_fours, heads_by_eight_warps],
-    "rows attend apart": [rows_attend_apart],
-    "rows attend rehearsed": [rows_attend_apart, rows_rehearsed],
-    "rehearsed by eight warps": [rows_attend_apart, rows_rehearsed, heads_by_eight_warps],
-    "rows attend raw": [rows_attend_raw],
-    "raw rehearsed by eight warps": [rows_attend_raw, rows_rehearsed, heads_by_eight_warps],
-    "rows attend in two parts": [rows_attend_apart, parts_of_two],
     "groups in one slice": [groups_in_one_slice],
     "groups in four slices": [groups_in_four_slices],
 }
@@ -289,31 +102,12 @@ KEPT = [
     (place, name, getattr(place, name))
     for place, name in (
         (device_streams, "MIXED_ROWS"),
-        (device_streams, "TELLS"),
-        (device_streams, "REHEARSES"),
-        (device_streams, "DEFERS"),
-        (paired_experts, "LISTS"),
-        (paired_experts, "WHOLE"),
         (triton_indexer, "CHUNK"),
-        (triton_indexer, "CLUSTERED"),
-        (triton_indexer, "PAGES_EACH"),
-        (triton_indexer, "KEYS_AHEAD"),
         (triton_attention, "TILES_AHEAD"),
         (triton_rows, "HEADS_EACH"),
-        (triton_rows, "QUERY_WARPS"),
-        (row_attention, "MOST_TILES"),
-        (row_attention, "PARTS"),
-        (row_attention, "REHEARSALS"),
-        (row_attention, "RAW"),
         (PackedGroups, "slices"),
-        (projections, "FILLED"),
-        (short_stream, "SITES"),
-        (short_stream, "CLUSTERS"),
-        (short_stream, "HANDED"),
-        (short_stream, "REHEARSED"),
     )
 ]
-FOR_FAR = {chosen_by_clusters, always_by_clusters, pages_in_groups, pages_ahead}
 LONG = ("kernels us", "timeline", "timeline far")
 
 
@@ -416,7 +210,7 @@ def main() -> None:
                 for key, tensor in states.items():
                     case.setdefault(key, tensor.clone())
                 entry[f"{what} left otherwise"] = differences(states, case)
-            if name == "plain" or not FOR_FAR.isdisjoint(changes):
+            if name == "plain":
                 entry["timeline far"] = middle(partial(rig.replay, far))
             replay = partial(rig.replay, Shape(num_seqs=1, num_rows=1, context=CONTEXT))
             entry["timeline"] = middle(replay)

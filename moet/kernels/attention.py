@@ -120,17 +120,13 @@ def window_attention_q(
     *,
     scale: float,
     num_groups: int,
-    eps: float | None = None,
 ) -> Activations:
     """window_attention as the input of a grouped projection.
-
-    eps: the heads of q are as norm_rope_heads takes them; only if a PlacedSink takes raw ones.
 
     Returns [T * num_groups, H * dim / num_groups], row token * num_groups + group; on a GPU steps
     of few rows have codes and no values.
     """
     assert isinstance(sink, Tensor)
-    assert eps is None
     out = window_attention.reference(q, sink, keys, cos, sin, scale=scale)
     return Activations(out.view(len(q) * num_groups, -1))
 

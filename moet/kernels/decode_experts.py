@@ -275,12 +275,11 @@ def _launch_choose(launcher: Launcher, args: ChooseArgs) -> None:
     )
 
 
-def choose_shared_bytes(args: ChooseArgs, *, whole: bool = False) -> int:
-    """What a CTA needs: the router's operands, later everything that it lists. whole: with all its
-    weights."""
+def choose_shared_bytes(args: ChooseArgs) -> int:
+    """What a CTA needs: the router's operands, later everything that it lists."""
     lists: int = args.experts * (2 * MAX_TOKENS * 4 + MAX_TOKENS + 4 + 4)
     lists += MAX_TOKENS + 4 * MAX_TOKENS * MAX_TOP_K + 4 + THREADS // 32 * 4
-    product: int = args.slice_stages * (2048 + 16384 * whole) + 2048
+    product: int = args.slice_stages * 2048 + 2048
     return max(lists, product)
 
 

@@ -110,24 +110,14 @@ def window_attention_q(
     *,
     scale: float,
     num_groups: int,
-    eps: float | None = None,
 ) -> Activations:
     from moet.kernels import triton_attention  # which needs Triton; a CPU may have none
 
     assert isinstance(sink, PlacedSink)
     if row_attention.fits(keys):
         return row_attention.attend(
-            sink.launcher,
-            q,
-            sink.values,
-            keys,
-            cos,
-            sin,
-            scale=scale,
-            num_groups=num_groups,
-            eps=eps,
+            sink.launcher, q, sink.values, keys, cos, sin, scale=scale, num_groups=num_groups
         )
-    assert eps is None
     if keys.chunk is None:
         return triton_attention.window_attention_q(
             q, sink.values, keys, cos, sin, scale=scale, num_groups=num_groups

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moet.errors import KernelError, UnsupportedError
-from moet.kernels import grouped, layout, prefill_gemm, short_stream
+from moet.kernels import layout, prefill_gemm, short_stream
 from moet.kernels.quant import Activations, as_activations
 from moet.kernels.stream_experts import Work, quantise
 from moet.kernels.stream_gemm import (
@@ -231,13 +231,11 @@ def multiply(
     rows = rows_at_once(device.launcher, stored.codec, output, num_rows, stages)
     given = rows > 8 or output == "f32"
     operand, scale = _e4m3(x, device, given=given) if weight.quantised else (x.plain(), None)
-    space = device.workspace(slices, num_rows * stored.out_features)
     if weight.quantised and output == "bf16":
-        out = short_stream.multiply(
-            device.launcher, stored, operand, scale, error=device.error, workspace=space
-        )
+        out = short_stream.multiply(device.launcher, stored, operand, scale, error=device.error)
         if out is not None:
             return out
+    space = device.workspace(slices, num_rows * stored.out_features)
     return stored(
         device.launcher,
         operand,
@@ -358,6 +356,14 @@ def _stream_groups(
 ) -> None:
     device, slices = weight.device, args.slices
     operand, scale = _e4m3(x, device, given=rows > 8)
+    args.x, args.x_scale, args.k = operand.data_ptr(), pointer(scale), weight.in_features
+    args.ld_x = operand.stride(0)
+    if scale is not None:
+        args.ld_x_scale, args.x_group_stride = scale.stride()
+    args.tiles = args.tiles_per_segment = weight.planes.shape[1] // layout.ROW_TILE
+    num_groups = weight.planes.shape[0]
+    if scale is not None and short_stream.run_groups(device.launcher, args, num_groups):
+        return
     instance = choose(
         "fp8",
         rows,
@@ -367,24 +373,11 @@ def _stream_groups(
         stages=num_stages("fp8", weight.chunks, 1, slices),
         max_shared_bytes=device.launcher.max_shared_bytes,
     )
-    args.x, args.x_scale, args.k = operand.data_ptr(), pointer(scale), weight.in_features
-    args.ld_x = operand.stride(0)
-    if scale is not None:
-        args.ld_x_scale, args.x_group_stride = scale.stride()
-    args.tiles = args.tiles_per_segment = weight.planes.shape[1] // layout.ROW_TILE
     space = device.workspace(slices, args.num_rows * weight.out_features)
     if space is not None:
         counters = len(work.entries) * args.tiles
         space.fill(args, slices * args.num_rows * weight.out_features, counters)
-    num_groups, stages = weight.planes.shape[0], num_stages("fp8", args.chunks, 1, slices)
-    coded = rows == 8 and scale is not None and args.num_rows <= grouped.MAX_ROWS * num_groups
-    known = device.counters.numel()
-    if coded and short_stream.run_groups(device.launcher, args, num_groups, known):
-        return
-    if coded and grouped.fits(device.launcher, num_groups, stages):
-        grouped.run(device.launcher, args, args.num_rows // num_groups)
-    else:
-        run(device.launcher, instance, args, items=len(work.entries) * args.tiles * slices)
+    run(device.launcher, instance, args, items=len(work.entries) * args.tiles * slices)
 
 
 def _prefill_groups(args: StreamArgs, x: Tensor, weight: PackedGroups, work: Work) -> None:

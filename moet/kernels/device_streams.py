@@ -27,11 +27,7 @@ STEP_SHARED, TILE_SHARED = (9 * PARTS + 4) * 4, 24 * MULT * BLOCK * 4
 STEP_GROUPS = 4  # of rows, which read the weights once each
 TILE_PASS = 32  # rows that the warps of a CTA take at once
 CLUSTER_CTAS, CLUSTER_DIM, CLUSTER_SHARED = 16, 4096, 4096  # of a row, on sm90a
-TELL_THREADS, TELL_SHARED = 256, 35072
-# Behind attention, behind experts: a row alone is finished by CTAs that are told its parts, not by
-# the last to come; they run their code once while the kernel ahead still works; they leave the
-# matrix as its logits, and whoever mixes by it balances it meanwhile.
-TELLS, REHEARSES, DEFERS = (False, False), (False, False), (False, False)
+TELL_THREADS, TELL_SHARED = 256, 35072  # of a row alone, whose parts one CTA is told
 
 POINTERS = (
     "y streams post mix fn base scale weight mixed partial counters x codes code_scale next_post "
@@ -47,7 +43,7 @@ class StreamsArgs(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("parts", "part_weights", "shared", "expert_ids")),
         ("top_k", ctypes.c_int),
         ("told", ctypes.c_void_p),
-        *((name, ctypes.c_int) for name in ("rehearses", "takes_logits", "leaves_logits")),
+        ("takes_logits", ctypes.c_int),
     ]
 
 
@@ -94,14 +90,16 @@ def collapse(
 ) -> tuple[Tensor, Activations, Tensor, Tensor | Logits]:
     """hc_pass, hc_enter without `pending`, or hc_head_norm if the site is a head.
 
-    streams: [n, 4, dim] bf16, contiguous. Returns streams, x, post and mix; of a head the last two
-    mean nothing. x has codes, too, up to CODED_ROWS rows, unless the site is a head.
+    streams: [n, 4, dim] bf16, contiguous. Returns streams, x, post and mix; of a head, for which
+    nothing is pending, the last two mean nothing. x has codes, too, up to CODED_ROWS rows, unless
+    the site is a head. With `pending`, the mix of a row alone comes as its logits.
     """
     num_rows, mult, dim = streams.shape
     assert mult == MULT
     assert streams.is_contiguous()
     assert isinstance(site.fn, MixMatrix)
     blocks, device, is_head = dim // BLOCK, streams.device, site.num_iters == 0
+    assert pending is None or not is_head
     mixed = streams if pending is None else torch.empty_like(streams)
     x = torch.empty(num_rows, dim, dtype=torch.bfloat16, device=device)
     sums = torch.empty(num_rows * blocks * PARTS, dtype=torch.float32, device=device)
@@ -147,7 +145,7 @@ def collapse(
         old_post, old_mix = pending.post.contiguous(), balanced(old).contiguous()
         args.post, args.mix = old_post.data_ptr(), old_mix.data_ptr()
     _launch(site.fn.device, args)
-    if not args.leaves_logits:
+    if not _tells(args):
         return mixed, made, post, mix
     return mixed, made, post, Logits(mix, partial(_balance, mix, site))
 
@@ -210,17 +208,16 @@ def _run_clusters(device: Device, args: StreamsArgs) -> None:
 
 
 def _tells(args: StreamsArgs) -> bool:
-    joins = args.parts or args.y
-    return TELLS[bool(args.parts)] and args.rows == 1 and bool(joins and args.next_post)
+    """A row alone that something joins; the next pass balances its matrix while it waits."""
+    return args.rows == 1 and bool(args.parts or args.y)
 
 
 def _run_telling(device: Device, args: StreamsArgs) -> None:
-    """The CTAs that multiply, one that finishes the row and one that makes its gates."""
-    args.told, args.rehearses = device.counters.data_ptr(), REHEARSES[bool(args.parts)]
-    args.leaves_logits = DEFERS[bool(args.parts)]
+    """The CTAs that multiply, and one that finishes the row."""
+    args.told = device.counters.data_ptr()
     device.launcher.launch(
         "streams_tell_mixed" if args.parts else "streams_tell",
-        grid=args.dim // BLOCK * (args.outs // 8) + (1 if args.leaves_logits else 2),
+        grid=args.dim // BLOCK * (args.outs // 8) + 1,
         threads=TELL_THREADS,
         shared_bytes=TELL_SHARED,
         args=args,
@@ -239,9 +236,10 @@ def _balance(logits: Tensor, site: Site) -> Tensor:
 
 
 def _step_kernel(args: StreamsArgs) -> str:
-    """One row's CTAs are few enough to hold what they finish with from the start."""
-    held = "_held" if args.rows == 1 else ""
-    return f"streams_step{held}{'_mixed' if args.parts else ''}"
+    """A row alone, which nothing joins, has CTAs few enough to hold what they finish with."""
+    if args.rows == 1:
+        return "streams_step_held"
+    return "streams_step_mixed" if args.parts else "streams_step"
 
 
 def _tile_rows(num_rows: int, blocks: int, num_sms: int) -> int:

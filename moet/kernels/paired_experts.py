@@ -44,9 +44,7 @@ from moet.kernels.stream_gemm import (
 
 ROWS = 8  # of an item
 OTHERS_COST = 1.5  # of a routed expert's byte, which is decoded and comes after the choice
-LISTS = False  # whether few rows' work list is read at once and kept in shared memory
-WHOLE = False  # whether a CTA of the choice has asked for all its weights before x is there
-HALVES = False  # whether two CTAs each have half the rows of the shared expert's items, beside it
+LISTED_TOKENS = 4  # at most, whose work list is read at once: of more tokens it is a longer wait
 RING_STAGES = {"w2": 3, "mxfp4": 2, "nvfp4": 2, "fp8": 2}
 # Of the shared expert beside the choice, where CTAs have whole SMs: the deepest that fits.
 BEGIN_STAGES = {"pair_begin": 4, "pair_begin_small": 1}
@@ -114,11 +112,6 @@ def begin(
         name, needed = _beginning(launcher, stages)
         own = max(1, min(up.tiles, launcher.num_sms))
         share_among(up, own, up.tiles)
-        whole = max(needed, choose_shared_bytes(choosing, whole=True))
-        if WHOLE and name == "pair_begin" and whole <= launcher.max_shared_bytes:
-            name, needed = "pair_begin_whole", whole
-            if HALVES and choosing.ctas + 2 * own <= launcher.num_sms:
-                name, own = "pair_begin_halved", 2 * own
         launcher.launch(
             name,
             grid=choosing.ctas + own,
@@ -154,7 +147,7 @@ def mix_on_read(
     if codec not in RING_STAGES:
         raise UnsupportedError(f"{pool.format.name} experts have no paired kernel")
     (tokens, dim), top_k = codes.shape, choice.expert_ids.shape[1]
-    rows = tokens * top_k
+    rows, listed = tokens * top_k, tokens <= LISTED_TOKENS
     hidden, own = (
         torch.empty(shape, dtype=torch.bfloat16, device=codes.device)
         for shape in ((rows, pool.format.moe_intermediate_size), (tokens, dim))
@@ -174,8 +167,8 @@ def mix_on_read(
         down = shared.down.arguments(begun.hidden, None, own, slices=1, error=error)
         few = rows_of(pool.format, choice.work) < ROWS
         name = f"pair_{codec}_few" if few else f"pair_{codec}"
-        _launch_pair(launcher, name, codec, up, down, rows, shared_ctas)
-    parts = pool.down(launcher, hidden, choice.work, error=error, early=True, listed=LISTS)
+        _launch_pair(launcher, name, codec, up, down, rows, shared_ctas, listed=listed)
+    parts = pool.down(launcher, hidden, choice.work, error=error, early=True, listed=listed)
     weights, ids = choice.weights if weigh_output else None, choice.expert_ids
 
     def add() -> Tensor:
@@ -200,9 +193,11 @@ def _launch_pair(
     shared: StreamArgs,
     entries: int,
     shared_ctas: int | None,
+    *,
+    listed: bool,
 ) -> None:
     needed = _up_bytes(codec, complete(routed, codec))
-    if LISTS and name in LISTED and entries <= LIST_ROWS:
+    if listed and name in LISTED and entries <= LIST_ROWS:
         name, needed = f"{name}_listed", needed + LIST_BYTES
     needed = max(needed, _down_bytes(complete(shared, "fp8")))
     if needed > launcher.max_shared_bytes:

@@ -32,7 +32,6 @@ from moet.kernels.stream_gemm import (
 
 MAX_ROWS = 16  # of a launch
 CTAS_PER_SM = 2
-FILLED = False  # what the bf16 product leaves of the CTAs, all go to the fp8 one
 
 
 class TwoProducts(ctypes.Structure):
@@ -50,10 +49,9 @@ def multiply_both(
 ) -> tuple[Tensor, Tensor]:
     """x [T, K] bf16 through both. Returns [T, N] bf16 and [T, M] fp32."""
     x, device = as_activations(x), plain.device
-    rows = 8 if x.num_rows <= 8 else MAX_ROWS
     outputs: tuple[Output, Output] = ("bf16", "f32")
     needed = max(
-        _shared_bytes(weight.stored, rows, output, device.launcher)
+        _shared_bytes(weight.stored, output, device.launcher)
         for weight, output in zip((quantised, plain), outputs, strict=True)
     )
     if not 0 < x.num_rows <= MAX_ROWS or needed > device.launcher.max_shared_bytes:
@@ -61,8 +59,7 @@ def multiply_both(
     codes, scale = coded(device.launcher, x)
     first, items, counters = _arguments(quantised, codes, scale, torch.bfloat16, 0)
     second, others, _ = _arguments(plain, x.plain(), None, torch.float32, counters)
-    known = device.counters.numel()
-    if x.num_rows <= 8 and short_stream.run_pair(device.launcher, first.args, second.args, known):
+    if short_stream.run_pair(device.launcher, first.args, second.args):
         return first.out, second.out
     args = TwoProducts(first.args, second.args)
     complete(args.quantised, "fp8")
@@ -70,15 +67,13 @@ def multiply_both(
     per_sm = min(CTAS_PER_SM, (device.launcher.max_shared_bytes + 1024) // (needed + 1024))
     resident = per_sm * device.launcher.num_sms
     own_bytes, other_bytes = _bytes(quantised.stored), _bytes(plain.stored)
-    own = max(1, min(items, round(resident * own_bytes / (own_bytes + other_bytes))))
-    rest = max(1, min(others, resident - own))
-    if FILLED:
-        own = min(items, resident - rest)
-    args.quantised_ctas = own
+    share = max(1, min(items, round(resident * own_bytes / (own_bytes + other_bytes))))
+    rest = max(1, min(others, resident - share))
+    args.quantised_ctas = own = min(items, resident - rest)  # all that the other leaves
     share_among(args.quantised, own, items)
     share_among(args.plain, rest, others)
     device.launcher.launch(
-        f"project_n{rows}",
+        "project_n16",
         grid=own + rest,
         threads=THREADS,
         shared_bytes=needed,
@@ -109,9 +104,9 @@ def _arguments(
     return _Product(args, out, space), args.tiles * slices, first_counter + args.tiles
 
 
-def _shared_bytes(weight: StreamLinear, rows: int, output: Output, launcher: Launcher) -> int:
+def _shared_bytes(weight: StreamLinear, output: Output, launcher: Launcher) -> int:
     stages = num_stages(weight.codec, weight.chunks, 1, weight.slices(launcher))
-    return Instance(weight.codec, rows, output, False, 2, CTAS_PER_SM).shared_bytes(stages)
+    return Instance(weight.codec, MAX_ROWS, output, False, 2, CTAS_PER_SM).shared_bytes(stages)
 
 
 def _bytes(weight: StreamLinear) -> int:

@@ -16,11 +16,9 @@ from moet.kernels.stream_gemm import Launcher, pointer
 HEADS, WIDTH, ROPE, KEYS = 64, 512, 64, 64
 THREADS, JOIN_THREADS = 256, 128
 LOG2E = 1.4426950408889634
-MOST_TILES = 0  # of all rows; with more, or if 0, steps attend by Triton
+MOST_TILES = 160  # of all rows; steps with more attend by Triton
 FILLING_TILES = 64  # up to so many, a tile's values are divided among programs
 PARTS = 4  # of a tile's values
-REHEARSALS = 0  # of products ahead of the wait, for the instruction caches' sake: 0 or 1
-RAW = False  # whether queries wait for these kernels to bring their heads to unit size
 ROW_TILES = 32  # of a row, which join at once
 MOST_PAGES = 4096  # of a row, which wait in shared memory
 HALF = HEADS // 2  # heads of a program
@@ -30,7 +28,7 @@ POINTERS = (
     "q sink window entries selected cos sin positions seq_slots page_rows page_table part_acc "
     "part_sum codes scales"
 )
-NUMBERS = "rows tiles window_tiles parts reach ring ratio page_bits top_k blocks pages rehearsals"
+NUMBERS = "rows tiles window_tiles parts reach ring ratio page_bits top_k blocks pages"
 
 
 class RowsArgs(ctypes.Structure):
@@ -39,7 +37,7 @@ class RowsArgs(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in POINTERS.split()),
         *((name, ctypes.c_int64) for name in ("table_stride", "ring_bytes", "page_bytes")),
-        *((name, ctypes.c_float) for name in ("scale", "eps")),
+        ("scale", ctypes.c_float),
         *((name, ctypes.c_int) for name in NUMBERS.split()),
     ]
 
@@ -62,11 +60,6 @@ def fits(keys: WindowKeys) -> bool:
     return few and small and keys.chunk is None and places.bit_count() == 1
 
 
-def takes_raw(keys: WindowKeys) -> bool:
-    """Whether queries may come as their projection left them."""
-    return RAW and keys.selected is None and fits(keys)
-
-
 def attend(
     launcher: Launcher,
     q: Tensor,
@@ -77,14 +70,13 @@ def attend(
     *,
     scale: float,
     num_groups: int,
-    eps: float | None = None,
 ) -> Activations:
-    """`window_attention_q` of rows that fit. q: [T, 64, 512] bf16. eps: if takes_raw."""
+    """`window_attention_q` of rows that fit. q: [T, 64, 512] bf16."""
     num_rows, device = len(q), q.device
     rows, window, entries, selected = keys.rows, keys.window, keys.entries, keys.selected
     assert q.shape[1:] == (HEADS, WIDTH)
     assert q.is_contiguous()
-    assert selected is None or (selected.is_contiguous() and eps is None)
+    assert selected is None or selected.is_contiguous()
     window_tiles, entry_tiles = tiles_of(keys)
     tiles = window_tiles + entry_tiles
     parts = PARTS if num_rows * tiles <= FILLING_TILES else 1
@@ -115,7 +107,6 @@ def attend(
         ring_bytes=window.form.page_bytes,
         page_bytes=0 if entries is None else entries.form.page_bytes,
         scale=scale * LOG2E,
-        eps=0.0 if eps is None else eps,
         rows=num_rows,
         tiles=tiles,
         window_tiles=window_tiles,
@@ -127,10 +118,9 @@ def attend(
         top_k=0 if selected is None else selected.shape[1],
         blocks=WIDTH // 64 // parts,
         pages=num_pages,
-        rehearsals=REHEARSALS,
     )
     launcher.launch(
-        "attend_rows" if eps is None else "attend_raw_rows",
+        "attend_rows",
         grid=(tiles * 2 * parts, num_rows),
         threads=THREADS,
         shared_bytes=FIXED_BYTES + (0 if selected is None else 4 * num_pages),

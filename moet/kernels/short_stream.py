@@ -1,4 +1,4 @@
-"""Products of few rows with a sliced dense matrix by the short kernels (`csrc/short_stream.cuh`).
+"""Products of few rows with a dense matrix by the short kernels (`csrc/short_stream.cuh`).
 
 The bits are those of `stream_gemm.py`. Takes the arguments that a stream would get and says whether
 there is a short kernel for them; knows a Launcher, not what is multiplied.
@@ -19,23 +19,13 @@ from moet.kernels.stream_gemm import (
     Launcher,
     StreamArgs,
     StreamLinear,
-    Workspace,
     inverse,
     num_stages,
 )
 
-SITES: frozenset[str] = (
-    frozenset()
-)  # of "groups", "inputs", "codes", "pairs", "wholes": what is short
-CLUSTERS: frozenset[str] = frozenset()  # of "groups", "inputs", "codes": whose slices clusters sum
-KERNELS = {
-    "inputs": "short_fp8_quant_bf16",
-    "codes": "short_fp8_bf16",
-    "wholes": "short_fp8_bf16_whole",
-}
-HANDED: frozenset[str] = frozenset()  # of all but "wholes": whose last slice is handed the others
-REHEARSED: frozenset[str] = frozenset()  # of all: which run once for nothing ahead of the wait
-MAX_ROWS, MAX_CLUSTER, MAX_TILES = 8, 8, 8
+MAX_ROWS = 8
+MAX_CLUSTER = 8  # slices that the CTAs of a cluster sum
+MAX_TILES = 8  # of a CTA of a pair
 MAX_ROW_STAGES = 64  # a thread loads two blocks of rows, of which a stage has eight
 CTAS_PER_SM = 2
 FIXED_BYTES = 1 << 15  # what a CTA could stream while it ends
@@ -51,7 +41,7 @@ class ShortArgs(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("x_group", "x_scale_group", "x_scale_step")),
         *((name, ctypes.c_int32) for name in ("chunks", "tiles", "slices", "stages")),
         *((name, ctypes.c_int32) for name in ("block_shift", "tiles_each", "longer_runs")),
-        *((name, ctypes.c_int32) for name in ("slice_stride", "rehearsed")),
+        ("slice_stride", ctypes.c_int32),
         *((name, ctypes.c_uint32) for name in ("by_slices", "by_group_tiles")),
     ]
 
@@ -66,71 +56,54 @@ class ShortPair(ctypes.Structure):
     ]
 
 
-def run_groups(launcher: Launcher, args: StreamArgs, groups: int, num_counters: int) -> bool:
+def run_groups(launcher: Launcher, args: StreamArgs, groups: int) -> bool:
     """e4m3 rows: row i of group g, which is row i * groups + g of inputs and outputs, through the
     group's matrix. Whether there is a short kernel for it."""
-    if "groups" not in SITES or args.slices == 1 or not _fits(args, "fp8", groups):
+    if args.slices > MAX_CLUSTER or not _fits(args, "fp8", groups):
         return False
     short = _short(args, "fp8", groups)
-    _run(launcher, "groups", "short_fp8_bf16", short, short.tiles, num_counters)
+    _run(launcher, "short_fp8_bf16", short, short.tiles)
     return True
 
 
 def multiply(
-    launcher: Launcher,
-    weight: StreamLinear,
-    x: Tensor,
-    scale: Tensor | None,
-    *,
-    error: Tensor,
-    workspace: Workspace | None,
+    launcher: Launcher, weight: StreamLinear, x: Tensor, scale: Tensor | None, *, error: Tensor
 ) -> Tensor | None:
     """x [T, K] through an fp8 matrix: e4m3 with scale, or bf16 that is rounded on its way in.
 
     Returns [T, N] bf16, or None if there is no short kernel for it.
     """
-    site = "inputs" if scale is None else "wholes" if workspace is None else "codes"
-    if site not in SITES or not 0 < len(x) <= MAX_ROWS:
+    slices = weight.slices(launcher)
+    if not 0 < len(x) <= MAX_ROWS or slices > MAX_CLUSTER or (scale is None and slices == 1):
         return None
     out = torch.empty(len(x), weight.out_features, dtype=torch.bfloat16, device=x.device)
-    args = weight.arguments(x, scale, out, slices=weight.slices(launcher), error=error)
-    if not _fits(args, "fp8") or (workspace is None) != (site == "wholes"):
+    args = weight.arguments(x, scale, out, slices=slices, error=error)
+    if not _fits(args, "fp8"):
         return None
-    runs, num_counters = args.tiles, 0
-    if workspace is None:
-        runs = min(runs, CTAS_PER_SM * launcher.num_sms)
-    else:
-        workspace.fill(args, args.slices * out.numel(), args.tiles)
-        num_counters = workspace.counters.numel()
-    _run(launcher, site, KERNELS[site], _short(args, "fp8"), runs, num_counters)
+    short = _short(args, "fp8")
+    runs = short.tiles if slices > 1 else min(short.tiles, _resident(launcher, short))
+    _run(launcher, "short_fp8_quant_bf16" if scale is None else "short_fp8_bf16", short, runs)
     return out
 
 
-def run_pair(
-    launcher: Launcher, quantised: StreamArgs, plain: StreamArgs, num_counters: int
-) -> bool:
+def run_pair(launcher: Launcher, quantised: StreamArgs, plain: StreamArgs) -> bool:
     """e4m3 rows through an fp8 matrix beside the same bf16 rows through a bf16 one, into fp32.
     Whether it was done."""
-    if "pairs" not in SITES or not (_fits(quantised, "fp8") and _fits(plain, "bf16")):
+    if not (_fits(quantised, "fp8") and _fits(plain, "bf16")):
         return False
     if quantised.slices == 1 or plain.slices == 1:
         return False
     args = ShortPair(_short(quantised, "fp8"), _short(plain, "bf16"))
     runs = runs_of_tiles(
-        CTAS_PER_SM * launcher.num_sms,
+        min(_resident(launcher, args.quantised), _resident(launcher, args.plain)),
         (quantised.tiles, quantised.slices, _item_bytes(quantised, "fp8")),
         (plain.tiles, plain.slices, _item_bytes(plain, "bf16")),
     )
     if runs is None:
         return False
-    args.quantised.rehearsed = args.plain.rehearsed = "pairs" in REHEARSED
     args.quantised_ctas = _divide(args.quantised, runs[0])
-    taken = _words_handed(args.quantised)
-    handed = "pairs" in HANDED and taken + _words_handed(args.plain) <= num_counters
-    if handed:
-        args.plain.counters = args.quantised.counters + 4 * taken
     launcher.launch(
-        "short_pair_handed" if handed else "short_pair",
+        "short_pair",
         grid=args.quantised_ctas + _divide(args.plain, runs[1]),
         threads=THREADS,
         shared_bytes=max(_shared_bytes(args.quantised), _shared_bytes(args.plain)),
@@ -198,25 +171,22 @@ def _short(args: StreamArgs, codec: str, groups: int = 1) -> ShortArgs:
     )
 
 
-def _run(
-    launcher: Launcher, site: str, name: str, args: ShortArgs, runs: int, num_counters: int
-) -> None:
-    split = site in CLUSTERS and args.slices <= MAX_CLUSTER
-    handed = site in HANDED and _words_handed(args) <= num_counters
-    args.rehearsed = site in REHEARSED
+def _run(launcher: Launcher, name: str, args: ShortArgs, runs: int) -> None:
+    """A cluster sums the slices of a run; where there is one, it is the sum."""
     launcher.launch(
-        name + ("_cluster" if split else "_handed" if handed else ""),
+        f"{name}_whole" if args.slices == 1 else name,
         grid=_divide(args, runs),
         threads=THREADS,
         shared_bytes=_shared_bytes(args),
         args=args,
-        cluster=args.slices if split else 1,
+        cluster=args.slices,
     )
 
 
-def _words_handed(args: ShortArgs) -> int:
-    """Zeros that slices' sums are handed over in, as 4-byte words."""
-    return int(args.slices * args.slice_stride * 2)
+def _resident(launcher: Launcher, args: ShortArgs) -> int:
+    """CTAs that all SMs hold at once."""
+    by_memory = (launcher.max_shared_bytes + 1024) // (_shared_bytes(args) + 1024)
+    return min(CTAS_PER_SM, by_memory) * launcher.num_sms
 
 
 def _divide(args: ShortArgs, runs: int) -> int:

@@ -343,9 +343,7 @@ def window_attention_q(
     *,
     scale: float,
     num_groups: int,
-    eps: float | None = None,
 ) -> Activations:
-    assert eps is None
     num_rows, num_heads, dim = q.shape
     shape = num_rows * num_groups, num_heads * dim // num_groups
     if num_rows > CODED_ROWS:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moet.kernels import device_choice
 from moet.kernels.cache import Cache, Mxfp4Rows
+from moet.kernels.cubin import device_arch
 from moet.kernels.mla_cache import Fp8IndexKeys
 from moet.kernels.rows import Rows
 from moet.kernels.stream_gemm import Launcher
@@ -34,12 +35,11 @@ from moet.kernels.triton_common import (
 )
 
 CHUNK = 8192  # scores that one program chooses from
-CLUSTERED = 1 << 30  # scores of a row of a step, from which on a cluster of CTAs chooses from them
 CANDIDATES = 16384  # chosen in chunks, that one program chooses from
-PAGES_EACH = 0  # of a row of a step, that one program scores; 0: one, piece after piece
-KEYS_AHEAD = False  # whether such a program reads keys while the kernel ahead still runs
-STREAMED_ROWS = 8  # up to here the product ahead waits before it lets the next kernel start
-REGISTERS = 96  # of a thread that scores pages: the kernel that follows finds room beside it
+PAGES_EACH = 2  # of a row of a step, that one program scores
+STREAMED_ROWS = 8  # of a step whose programs read keys while the kernel ahead still runs
+# Of a thread that scores pages: the kernel that follows finds room beside it.
+REGISTERS = {"sm90a": 96, "sm120a": 128}
 ROWS_EACH = 16  # of a chunk, that share a page's keys in one program
 QUERIES_EACH = 16  # rows of a chunk, that one program prepares
 SCORE_BYTES = 256 << 20  # most that the scores of one launch take; rows beyond it wait
@@ -123,50 +123,6 @@ def load_keys(base, DIM: tl.constexpr, ENTRIES: tl.constexpr, FP8: tl.constexpr)
     return tl.reshape(values, [ENTRIES, DIM]).to(tl.bfloat16)
 
 
-@kernel
-def score_page(
-    q,
-    gate,
-    keys,
-    scores,
-    positions,
-    page_rows,
-    page_table,
-    gate_stride,
-    gate_scale,
-    table_stride,
-    width,
-    PAGE_BYTES,
-    RATIO,
-    TOP_K,
-    HEADS: tl.constexpr,
-    HEADS_PAD: tl.constexpr,
-    DIM: tl.constexpr,
-    ENTRIES: tl.constexpr,
-    FP8: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """A row's scores for the entries of one of its pages. Rows that see no more than TOP_K need
-    none."""
-    begin(OVERLAP)
-    page_idx = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
-    e, h, d = tl.arange(0, ENTRIES), tl.arange(0, HEADS_PAD), tl.arange(0, DIM)
-    entry = page_idx * ENTRIES + e
-    visible = (tl.load(positions + row) + 1) // RATIO
-    if (visible > TOP_K) & (page_idx * ENTRIES < visible):
-        page = tl.load(page_table + tl.load(page_rows + row) * table_stride + page_idx)
-        key = load_keys(keys + page * PAGE_BYTES, DIM, ENTRIES, FP8)
-        at = (row * HEADS + h[None, :]) * DIM + d[:, None]
-        query = tl.load(q + at, mask=(h < HEADS)[None, :], other=0.0)
-        wanted = tl.maximum(tl.dot(key, query.to(tl.bfloat16)), 0.0)
-        weight = tl.load(gate + row * gate_stride + h, mask=h < HEADS, other=0.0)
-        if not FP8:  # whose gates have the dtype of its queries
-            weight = weight.to(q.dtype.element_ty)
-        score = tl.sum(wanted * (weight.to(tl.float32) * gate_scale)[None, :], 1)
-        tl.store(scores + row * width + entry, score, mask=entry < visible)
-
-
 @triton.jit
 def mxfp4_values(packed, byte, ENTRIES: tl.constexpr, DIM: tl.constexpr):
     """[ENTRIES, DIM] bf16 of pairs of e2m1 codes, [ENTRIES, DIM / 2] int32, and bytes of scales,
@@ -228,10 +184,13 @@ def score_pages(
     FP8: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """As score_page for PAGES pages of a row at once. Where they are is read while the kernel that
-    makes queries still runs, and if AHEAD what they hold, too: the product ahead of that kernel has
-    waited for what wrote it before it let that one start. The rest is asked for together."""
+    """A row's scores for the entries of PAGES of its pages. Rows that see no more than TOP_K need
+    none. Where pages are is read while the kernel that makes queries still runs, and if AHEAD what
+    they hold, too; the rest is asked for together."""
     let_next(OVERLAP)
+    # What is read ahead of the wait is older than the product of queries: positions and pages are
+    # the step's, and keys are stored by attention_inputs or latent_inputs, in a chunk as in any
+    # other step. All kernels of that product wait before they let the next one start.
     SPAN: tl.constexpr = PAGES * ENTRIES
     first = tl.program_id(0) * PAGES
     row = tl.program_id(1).to(tl.int64)
@@ -264,7 +223,7 @@ def score_pages(
                 scale = as_here(scale, OVERLAP)
             query = as_here(query, OVERLAP)
             key = keys_of(code, scale, SPAN, DIM, FP8)
-        if not FP8:  # as in score_page
+        if not FP8:  # whose gates have the dtype of its queries
             weight = weight.to(q.dtype.element_ty)
         wanted = tl.maximum(tl.dot(key, query.to(tl.bfloat16)), 0.0)
         score = tl.sum(wanted * (weight.to(tl.float32) * gate_scale)[None, :], 1)
@@ -296,8 +255,8 @@ def score_rows(
     ENTRIES: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """As score_page for EACH rows of a chunk, whose queries come while the rows before multiply:
-    whoever sees nothing of the page is computed, too, and not stored."""
+    """As score_pages for EACH rows of a chunk and one page, whose queries come while the rows
+    before multiply: whoever sees nothing of the page is computed, too, and not stored."""
     page_idx = tl.program_id(0)
     first = tl.program_id(1).to(tl.int64) * EACH
     e, h, d = tl.arange(0, ENTRIES), tl.arange(0, HEADS_PAD), tl.arange(0, DIM)
@@ -320,7 +279,7 @@ def score_rows(
                 key = load_keys(keys + page * PAGE_BYTES, DIM, ENTRIES, FP8)
                 held = page
             wanted = tl.maximum(tl.dot(key, tl.trans(query)), 0.0)
-            if not FP8:  # as in score_page
+            if not FP8:  # as in score_pages
                 weight = weight.to(q.dtype.element_ty)
             score = tl.sum(wanted * (weight.to(tl.float32) * gate_scale)[None, :], 1)
             visible = tl.where(visible > TOP_K, visible, 0)
@@ -473,7 +432,7 @@ def index_select(
         scores = torch.empty((last - first, width), dtype=torch.float32, device=q.device)
         if width > top_k:
             _score(q[part], heads, keys, where, rows.page_table, ratio, scores, top_k)
-        if launcher is not None and _has_clusters(scores, top_k):
+        if launcher is not None and _takes_clusters(scores, top_k):
             device_choice.run(launcher, scores, where[0], out[part], ratio=ratio)
         else:
             _choose(scores, where[0], ratio, out[part])
@@ -505,25 +464,22 @@ def _score(
         "DIM": dim,
         "ENTRIES": form.entries_per_page,
         "FP8": isinstance(form, Fp8IndexKeys),
-        "num_warps": 4,
     }
     if num_rows > CODED_ROWS:
         grid = page_table.shape[1], triton.cdiv(num_rows, ROWS_EACH)
-        score_rows[grid](*what, num_rows, *sizes, *limits, EACH=ROWS_EACH, **facts)
-    elif PAGES_EACH:
-        grid = triton.cdiv(page_table.shape[1], PAGES_EACH), num_rows
-        facts |= {"PAGES": PAGES_EACH, "AHEAD": KEYS_AHEAD and num_rows <= STREAMED_ROWS}
-        facts |= {"num_warps": 4 * PAGES_EACH, "maxnreg": REGISTERS}
-        score_pages[grid](*what, *sizes, *limits, **facts, **overlap(q))
+        score_rows[grid](*what, num_rows, *sizes, *limits, EACH=ROWS_EACH, num_warps=4, **facts)
     else:
-        grid = page_table.shape[1], num_rows
-        score_page[grid](*what, *sizes, *limits, **facts, **overlap(q))
+        grid = triton.cdiv(page_table.shape[1], PAGES_EACH), num_rows
+        facts |= {"PAGES": PAGES_EACH, "AHEAD": num_rows <= STREAMED_ROWS}
+        most = REGISTERS[device_arch(q.device) if q.is_cuda else "sm90a"]
+        facts |= {"num_warps": 4 * PAGES_EACH, "maxnreg": most}
+        score_pages[grid](*what, *sizes, *limits, **facts, **overlap(q))
 
 
-def _has_clusters(scores: Tensor, top_k: int) -> bool:
+def _takes_clusters(scores: Tensor, top_k: int) -> bool:
+    """Whether a cluster of CTAs chooses for each row: of a step, from more than one chunk."""
     num_rows, width = scores.shape
-    many = width >= CLUSTERED and width > top_k
-    return many and num_rows <= CODED_ROWS and device_choice.fits(width, top_k)
+    return num_rows <= CODED_ROWS and width > CHUNK and device_choice.fits(width, top_k)
 
 
 def _choose(scores: Tensor, positions: Tensor, ratio: int, out: Tensor) -> None:

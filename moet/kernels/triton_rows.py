@@ -26,7 +26,7 @@ from moet.kernels.triton_indexer import hadamard_matrix, index_query, prepare_he
 
 HEADS_EACH = 8
 INDEX_HEADS_EACH = 16
-QUERY_WARPS = 4  # of a program that brings a query's heads to unit size
+QUERY_WARPS = 16  # of a program that brings a query's heads to unit size
 
 
 @kernel

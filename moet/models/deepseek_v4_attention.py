@@ -4,14 +4,12 @@ Knows a step's rows and its own layer's state; what stands before and behind it 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
-from moet.kernels import row_attention
 from moet.kernels.attention import Sink, WindowKeys, chunks_fit, window_attention_q
 from moet.kernels.attention_inputs import CompressorSite, attention_inputs
 from moet.kernels.cache import EntryFormat, copy_entries
@@ -274,38 +272,29 @@ class Attention:
             step.rows,
             eps=self.eps,
         )
-        queries, eps = self.queries(qr), None
-        entries = self.compressor.entries.cache(step.kv) if self.compressor else None
-        keys = WindowKeys(step.rows, ring, chunk, entries, None, self.sliding_window, self.ratio)
-        if self.indexer is None and self._takes_raw(keys):
-            q, eps = queries.view(len(queries), self.num_heads, self.head_dim), self.eps
-        else:
-            q, index_q = self._heads(
-                queries,
-                *cos_sin,
-                num_heads=self.num_heads,
-                head_dim=self.head_dim,
-                index_heads=self.indexer.num_heads if self.indexer else 0,
-                eps=self.eps,
-                quantised=self.indexer.quantised if self.indexer else False,
-            )
-            keys = replace(keys, selected=self._selected(index_q, projected, step))
-        o = self._attend(
-            q,
-            self.sink,
-            keys,
+        q, index_q = self._heads(
+            self.queries(qr),
             *cos_sin,
-            scale=self.head_dim**-0.5,
-            num_groups=self.num_groups,
-            eps=eps,
+            num_heads=self.num_heads,
+            head_dim=self.head_dim,
+            index_heads=self.indexer.num_heads if self.indexer else 0,
+            eps=self.eps,
+            quantised=self.indexer.quantised if self.indexer else False,
         )
+        keys = WindowKeys(
+            step.rows,
+            ring,
+            chunk,
+            self.compressor.entries.cache(step.kv) if self.compressor else None,
+            self._selected(index_q, projected, step),
+            self.sliding_window,
+            self.ratio,
+        )
+        scale, groups = self.head_dim**-0.5, self.num_groups
+        o = self._attend(q, self.sink, keys, *cos_sin, scale=scale, num_groups=groups)
         if chunk is not None:
             self._copy(chunk, ring, step.ring_slots)
         return self.wo_b(self.wo_a(o).flatten(1))
-
-    def _takes_raw(self, keys: WindowKeys) -> bool:
-        """Whether attention brings the heads of its queries to unit size itself."""
-        return isinstance(self.sink, PlacedSink) and row_attention.takes_raw(keys)
 
     def _projections(self, x: Tensor | Activations) -> tuple[Tensor, Tensor | None]:
         """Latents of queries and KV, and what compressors and indexer read: [n, columns] fp32."""

@@ -152,12 +152,8 @@ class GraphRunner:
 
     def capture_again(self) -> None:
         """Capture every graph anew, for experts that have moved. Steps in flight must be over."""
-        self.forget()
-        self.capture_all()
-
-    def forget(self) -> None:
-        """Let what is prepared next be captured anew. Steps in flight must be over."""
         self._works.forget()
+        self.capture_all()
 
     def capture(self, shape: Shape) -> None:
         """Capture the graphs of one shape."""

@@ -39,7 +39,7 @@ def test_kernels_compile_and_fit(capability: int) -> None:
         "tests.kernels.accelerated.compiling", f"--target={capability}", "--brief", interpret=False
     )
     kernels = [json.loads(line) for line in out.splitlines()]
-    assert {k["kernel"] for k in kernels} >= {"attend", "attend_latents", "score_page"}
+    assert {k["kernel"] for k in kernels} >= {"attend", "attend_latents", "score_pages"}
     for kernel in kernels:
         assert kernel["shared_bytes"] <= SHARED_BYTES[capability], kernel
         assert kernel["stack"] <= SPILLED.get(kernel["kernel"], 0), kernel

@@ -12,7 +12,7 @@ from moet.kernels import row_attention
 from moet.kernels.attention import WindowKeys, window_attention, window_attention_q
 from moet.kernels.cache import Fp8Rows
 from moet.kernels.device_attention import HEADS, ROPE, WIDTH, attend_chunk
-from moet.kernels.rope import norm_rope_heads, rope_cos_sin
+from moet.kernels.rope import rope_cos_sin
 from moet.kernels.rows import Rows
 from tests.kernels import emulation
 from tests.kernels.accelerated.world import filled, make_rows, paged, ringed
@@ -67,9 +67,7 @@ def test_few_rows_attend_as_their_reference_does(
 ) -> None:
     """Rows with one tile of the window and with two, of which entries have none, one or two."""
     torch.manual_seed(4)
-    monkeypatch.setattr(row_attention, "MOST_TILES", 64)
     monkeypatch.setattr(row_attention, "FILLING_TILES", 4)
-    monkeypatch.setattr(row_attention, "REHEARSALS", int(kind != "window"))
     pieces = [(3, 4), (700, 702)] if kind == "chosen" else [(70, 71)]
     fill = int(kind == "window")
     rows = make_rows(pieces, short=True, device=torch.device("cpu"), fill=fill)
@@ -88,11 +86,8 @@ def test_few_rows_attend_as_their_reference_does(
     q, sink = torch.randn(len(rows.positions), HEADS, WIDTH).bfloat16(), torch.randn(HEADS)
     angles = rope_cos_sin(rows.positions, torch.rand(ROPE // 2))
     assert row_attention.fits(keys)
-    given = (launcher, q, sink, keys, *angles)
-    eps = 1e-6 if kind == "every" else None
-    got = row_attention.attend(*given, scale=WIDTH**-0.5, num_groups=8, eps=eps).decoded()
-    if eps is not None:
-        q = norm_rope_heads(q.flatten(1), *angles, num_heads=HEADS, eps=eps)
-    want = window_attention(q, sink, keys, *angles, scale=WIDTH**-0.5).float()
+    given = (q, sink, keys, *angles)
+    got = row_attention.attend(launcher, *given, scale=WIDTH**-0.5, num_groups=8).decoded()
+    want = window_attention(*given, scale=WIDTH**-0.5).float()
     error = (got.view(want.shape) - want)[rows.positions >= 0].abs().max()
     assert error <= window_attention_q.tolerance * want.abs().max(), float(error)

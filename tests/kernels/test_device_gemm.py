@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moet.errors import UnsupportedError
-from moet.kernels import device_gemm, grouped
+from moet.kernels import device_gemm
 from moet.kernels.device_gemm import Device, PackedGroups, PackedMatrix, multiply, multiply_groups
 from moet.kernels.gemm import grouped_linear_fp8, linear, linear_fp8, linear_fp8_fp32, linear_fp32
 from moet.kernels.projections import multiply_both
@@ -108,17 +108,12 @@ def test_groups_are_the_reference_op_and_rows_keep_to_themselves(
     assert int(device.error) == 0
 
 
-def test_groups_take_codes_and_need_no_lists(
-    device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Lists are for groups that leave no room for them in shared memory."""
+def test_groups_take_codes(device: Device) -> None:
     packed = PackedGroups.pack(*fp8(2, 128, 512), device)
     x = rows(2 * 5, 512)
     codes, scale = quantise(device.launcher, x)
     wanted = multiply_groups(x.view(5, 2, 512), packed)
-    for fits in (True, False):
-        monkeypatch.setattr(grouped, "fits", lambda *_, fits=fits: fits)
-        assert torch.equal(multiply_groups(Activations(None, codes, scale), packed), wanted)
+    assert torch.equal(multiply_groups(Activations(None, codes, scale), packed), wanted)
     assert int(device.counters.abs().sum()) == int(device.error) == 0
 
 

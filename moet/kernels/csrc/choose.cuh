@@ -43,9 +43,6 @@ constexpr int MAX_ROUTED = 512;
 constexpr int PER_THREAD = MAX_ROUTED / THREADS + 1;  // experts, with the one for ids that are none
 constexpr int OF_SECOND = 1 << 30;                    // a slot of the second source
 
-// WHOLE: all of the router's weights of a CTA are on their way before x is there, into shared memory. And the
-// warp that chose for a lone token lists its experts.
-template <bool WHOLE = false>
 struct Choose {
   const ChooseArgs& p;
   int tid, lane, warp;
@@ -73,16 +70,13 @@ struct Choose {
 
   DEVICE void run() {
     uint4 ahead[8];
-    if (p.x) {  // weights do not wait for x
-      if constexpr (WHOLE) copy_stages();
-      else load_stage(first_stage(), ahead);
-    }
+    if (p.x) load_stage(first_stage(), ahead);  // weights do not wait for x
     wait_for_previous_kernel();
-    if (!WHOLE && blockIdx.x == 0 && p.num_counters > 0) {  // a fence takes its time, and all wait for this CTA
+    if (blockIdx.x == 0 && p.num_counters > 0) {  // a fence takes its time, and all wait for this CTA
       for (int i = tid; i < p.num_counters; i += THREADS) p.counters[i] = 0;
       fence_device();
     }
-    if (!WHOLE) sync_threads();
+    sync_threads();
     let_next_kernel_start();  // it finds the counters zero
     ask();
     if (p.x) {
@@ -96,7 +90,6 @@ struct Choose {
         else choose<MAX_ROUTED / 32>();
       }
       sync_threads();
-      if (WHOLE && p.tokens == 1 && *totals) return;
     } else {
       read_slots();
       for (int i = tid; i < p.tokens * p.top_k; i += THREADS) id[i] = checked(p.expert_ids[i]);
@@ -137,37 +130,15 @@ struct Choose {
 
   // 64 experts by one slice of the columns, for all tokens: the order of stream_gemm.cuh for bf16.
   DEVICE int first_stage() const { return shuffle(tid >> 7, 0) ? p.first_half_stages : 0; }
-  DEVICE int end_stage() const { return shuffle(tid >> 7, 0) ? p.slice_stages : p.first_half_stages; }
-  // This lane's first words of a stage, and the stage's first chunk.
-  DEVICE const uint4* words_of(int s, int& chunk) const {
-    int tile = divide(blockIdx.x, p.slices_inverse), slice = blockIdx.x - tile * p.slices;
-    chunk = (slice * p.slice_stages + s) * 2;
-    int w = shuffle(tid >> 5, 0) & 3;
-    return reinterpret_cast<const uint4*>(p.weight) + (uint64_t(tile * 4 + w) * p.chunks + chunk) * 128 + lane;
-  }
   DEVICE void load_stage(int s, uint4* words) const {
-    int chunk;
-    const uint4* from = words_of(s, chunk);
+    int tile = divide(blockIdx.x, p.slices_inverse), slice = blockIdx.x - tile * p.slices;
+    int chunk = (slice * p.slice_stages + s) * 2, w = shuffle(tid >> 5, 0) & 3;
+    const uint4* from = reinterpret_cast<const uint4*>(p.weight) + (uint64_t(tile * 4 + w) * p.chunks + chunk) * 128 + lane;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
       words[i] = {0, 0, 0, 0};
       if (s < p.slice_stages && chunk + i / 4 < p.chunks) words[i] = load_streaming(from + i * 32);
     }
-  }
-  // Where this lane's words of a stage are kept, 128 apart: behind activations and reduction.
-  DEVICE uint4* kept(int s) const {
-    return reinterpret_cast<uint4*>(dynamic_shared() + p.slice_stages * 2048 + 2048 + s * 16384) + (tid & 127);
-  }
-  DEVICE void copy_stages() const {
-#pragma unroll 1
-    for (int s = first_stage(); s < end_stage(); s++) {
-      int chunk;
-      const uint4* from = words_of(s, chunk);
-      uint4* to = kept(s);
-#pragma unroll
-      for (int i = 0; i < 8; i++) copy16(to + i * 128, from + i * 32, chunk + i / 4 < p.chunks);
-    }
-    commit_copies();
   }
   DEVICE void logits(uint4* ahead) {
     uint8_t* activations = dynamic_shared();
@@ -175,11 +146,9 @@ struct Choose {
     int tile = divide(blockIdx.x, p.slices_inverse), slice = blockIdx.x - tile * p.slices;
     int group = shuffle(tid >> 7, 0);
     int first_chunk = slice * p.slice_stages * 2, w = shuffle(tid >> 5, 0) & 3;
-    int spread = 0;  // 2^spread tokens of a block lie side by side; a matrix instruction keeps columns apart
-    while (1 << spread < (WHOLE ? p.tokens : MAX_TOKENS)) spread++;
 #pragma unroll 1
-    for (int i = tid; i < (p.slice_stages * 8) << spread; i += THREADS) {
-      int token = i & ((1 << spread) - 1), block = i >> spread, column = first_chunk * 64 + block * 16;
+    for (int i = tid; i < p.slice_stages * 8 * MAX_TOKENS; i += THREADS) {
+      int token = i & 7, block = i >> 3, column = first_chunk * 64 + block * 16;
       uint4 u = {0, 0, 0, 0}, v = u;
       if (token < p.tokens && column < p.k) {
         const uint4* x = reinterpret_cast<const uint4*>(p.x + token * p.k + column);
@@ -193,20 +162,15 @@ struct Choose {
     sync_threads();
     float sum[4] = {0, 0, 0, 0};
     int from_stage = group ? p.first_half_stages : 0, to_stage = group ? p.slice_stages : p.first_half_stages;
-    if constexpr (WHOLE) wait_copies<0>();
 #pragma unroll 1
     for (int s = from_stage; s < to_stage; s++) {
-      if constexpr (WHOLE) {
-#pragma unroll
-        for (int i = 0; i < 8; i++) ahead[i] = kept(s)[i * 128];
-      }
       uint32_t a[2][4][4];
 #pragma unroll
       for (int i = 0; i < 8; i++) {
         uint4 v = ahead[i];
         a[i / 4][i % 4][0] = v.x, a[i / 4][i % 4][1] = v.y, a[i / 4][i % 4][2] = v.z, a[i / 4][i % 4][3] = v.w;
       }
-      if (!WHOLE && s + 1 < to_stage) load_stage(s + 1, ahead);
+      if (s + 1 < to_stage) load_stage(s + 1, ahead);
 #pragma unroll
       for (int c = 0; c < 2; c++) {
         float part[4];
@@ -235,14 +199,14 @@ struct Choose {
   }
   DEVICE bool last_to_arrive() {
     sync_threads();  // all stores of this CTA lie behind the thread that counts
-    uint32_t* before = WHOLE ? totals : reinterpret_cast<uint32_t*>(id);
+    uint32_t* before = reinterpret_cast<uint32_t*>(id);
     if (tid == 0) {
       *before = add_ordered(p.arrived, 1);
       if (*before + 1 == uint32_t(p.ctas)) *p.arrived = 0;
     }
     sync_threads();
     bool last = *before + 1 == uint32_t(p.ctas);
-    if (!WHOLE) sync_threads();
+    sync_threads();
     return last;
   }
   // Loads do not depend on sums; what is not there counts as -0, which changes no sum.
@@ -311,30 +275,6 @@ struct Choose {
       p.weights[at] = none ? 0.0f : div_rn(mine, total == 0.0f ? 1.0f : total) * p.scaling_factor;
       id[at] = none ? -1 : my_id >= 0 && my_id < p.experts ? my_id : p.experts;
     }
-    if (WHOLE && p.tokens == 1) list_one(none, my_id);
-  }
-  // The list of a lone token whose choices are different experts, of which lane k has choice k. Whether it is
-  // made, all threads find in totals.
-  DEVICE void list_one(bool none, int my_id) {
-    bool chosen = lane < p.top_k, fine = !none && (!chosen || (my_id >= 0 && my_id < p.experts));
-    int rank = 0;
-    for (int k = 0; k < p.top_k; k++) {
-      int other = shuffle(my_id, k);
-      rank += other < my_id;
-      if (chosen && k != lane && other == my_id) fine = false;
-    }
-    bool made = warp_min(fine);
-    if (lane == 0) *totals = made;
-    if (!made) return;
-    if (chosen) {
-      store_entry(rank, my_id, rank, 1, ~0ull << 8 | lane);
-      if (p.places) p.places[rank] = lane;
-    }
-    if (lane == 0) store_count(p.top_k);
-  }
-  DEVICE void store_count(uint32_t count) {
-    *p.num_chosen = count;
-    if (p.num_entries) *p.num_entries = count;
   }
 
   // The chosen experts in the order of their ids, each with its tokens. A thread has some experts in
@@ -365,7 +305,10 @@ struct Choose {
       if (room) store_entry(before >> 16, expert, before & 0xFFFF, room & 0xFFFF, choices[expert]);
       before += room;
     }
-    if (tid == THREADS - 1) store_count(before >> 16);
+    if (tid == THREADS - 1) {
+      *p.num_chosen = before >> 16;
+      if (p.num_entries) *p.num_entries = before >> 16;
+    }
     sync_threads();
     if (e < 0 || !p.places) return;
     uint64_t earlier = (uint64_t(1) << (8 * token)) - 1;

@@ -143,7 +143,8 @@ KERNEL(CHOICE_THREADS, 2) choose_entries(GRID_CONSTANT ChoiceArgs p) {
     barrier_init(&s.told, 1);
     barrier_arrive_expecting(&s.told, slice * 8);
   }
-  // Positions are older than the kernel ahead, which makes scores.
+  // Positions are older than the product of queries, which waits before it lets a kernel start: between it and
+  // this one are the kernels that make queries and scores.
   int visible = static_cast<int>((p.positions[row] + 1) * p.ratio_inverse >> 32);
   int rounds = (visible + p.slices * ROUND - 1) / (p.slices * ROUND), begin = slice * rounds * ROUND;
   int seen = visible - begin;

@@ -1,7 +1,7 @@
 // The choice alone, and experts of two formats in one launch.
 #include "moe_decode.cuh"
 
-KERNEL(THREADS, 2) choose_experts(GRID_CONSTANT ChooseArgs args) { Choose<>(args).run(); }
+KERNEL(THREADS, 2) choose_experts(GRID_CONSTANT ChooseArgs args) { Choose(args).run(); }
 LAUNCHABLE(choose_experts, ChooseArgs, THREADS)
 
 constexpr int MIXED_STAGES = 2;

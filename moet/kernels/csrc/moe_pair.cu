@@ -8,20 +8,16 @@ struct BeginArgs {
   StreamArgs shared;  // fp8; its CTAs come after those that choose
 };
 
-template <int STAGES, bool WHOLE = false, bool HALVED = false>
+template <int STAGES>
 DEVICE void begin(const BeginArgs& args) {
   int cta = blockIdx.x, before = args.choose.ctas;
   if (cta < before)
-    Choose<WHOLE>(args.choose).run();
+    Choose(args.choose).run();
   else
-    StreamGemm<FP8, 1, SWIGLU, STAGES, false, true, false, false, false, HALVED>(args.shared, cta - before, gridDim.x - before).run();
+    StreamGemm<FP8, 1, SWIGLU, STAGES, false, true>(args.shared, cta - before, gridDim.x - before).run();
 }
 KERNEL(THREADS, 1) pair_begin(GRID_CONSTANT BeginArgs args) { begin<4>(args); }
 LAUNCHABLE(pair_begin, BeginArgs, THREADS)
-KERNEL(THREADS, 1) pair_begin_whole(GRID_CONSTANT BeginArgs args) { begin<4, true>(args); }
-LAUNCHABLE(pair_begin_whole, BeginArgs, THREADS)
-KERNEL(THREADS, 1) pair_begin_halved(GRID_CONSTANT BeginArgs args) { begin<8, true, true>(args); }
-LAUNCHABLE(pair_begin_halved, BeginArgs, THREADS)
 KERNEL(THREADS, 1) pair_begin_small(GRID_CONSTANT BeginArgs args) { begin<1>(args); }
 LAUNCHABLE(pair_begin_small, BeginArgs, THREADS)
 

@@ -1,6 +1,8 @@
 // Attention of a step of few rows over fp8 rows (cache.Fp8Rows), 64 heads: a CTA has a row's tile of 64 keys, half
 // of the heads, which are the columns of the matrix instructions, and a part of the values; join_rows joins tiles.
-// Keys are decoded ahead of the wait where nobody has to choose them: what stored them has ended before.
+// Keys are decoded ahead of the wait where nobody has to choose them. They, positions and pages are older than the
+// product of queries: attention_inputs stores tokens and entries ahead of it, and all kernels of that product wait
+// before they let the next one start. Chunks, whose tokens come into their rings behind attention, do not come here.
 //
 // A tile is summed by itself, relative to its own maximum, and tiles are joined in ascending order, with the very
 // operations of triton_attention.py: a row has the same bits in both.
@@ -16,7 +18,7 @@ constexpr int ROW_DATA = PLAIN + 2 * ROPE, ROW_SCALES = 8;
 constexpr int HALF = HEADS / 2, QUERY_BYTES = HALF * 128, ROW_OF_LOGITS = KEYS + 4;
 
 struct RowsArgs {
-  const uint16_t* q;       // [rows, 64, 512] bf16, turned; or raw, as their projection left them
+  const uint16_t* q;       // [rows, 64, 512] bf16, turned
   const float* sink;       // [64]
   const uint8_t* window;   // rings
   const uint8_t* entries;  // pages; null: none
@@ -32,17 +34,15 @@ struct RowsArgs {
   uint8_t* codes;   // [rows, 64, 512] e4m3 in the order of matrix units
   float* scales;    // [rows, 64, 4]
   int64_t table_stride, ring_bytes, page_bytes;
-  float scale, eps;  // of logits, in powers of two; of queries' heads, if they are raw
+  float scale;  // of logits, in powers of two
   int rows, tiles, window_tiles, parts, reach, ring, ratio, page_bits, top_k;
-  int blocks, pages, rehearsals;  // blocks: of 64 columns, of a part; pages: of a row, at most
+  int blocks, pages;  // blocks: of 64 columns, of a part; pages: of a row, at most
 };
 
 // What kernels wrote is not looked for in a cache that may be older.
 #ifdef MOET_EMULATE
 template <class T>
 DEVICE T load_shared(const T* p) { return *p; }
-DEVICE float rsqrt_approx(float v) { return 1.0f / sqrtf(v); }
-DEVICE uint32_t pack_bf16(float low, float high) { return to_bf16(low) | static_cast<uint32_t>(to_bf16(high)) << 16; }
 DEVICE void key_product(float* d, const uint8_t* keys, const uint8_t* queries, int b, int k) {
   multiply_keys(d, keys + b * BLOCK_BYTES, queries + b * QUERY_BYTES, k, b + k > 0);
 }
@@ -69,22 +69,10 @@ DEVICE void value_product(float* d, const uint8_t* values, const uint8_t* weight
   PRODUCT("1");
 }
 #undef PRODUCT
-DEVICE float rsqrt_approx(float v) {
-  float r;
-  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
-  return r;
-}
-DEVICE uint32_t pack_bf16(float low, float high) {
-  uint32_t r;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-  return r;
-}
 DEVICE uint4 load_shared(const uint4* p) { return __ldcg(p); }
 DEVICE uint2 load_shared(const uint2* p) { return __ldcg(p); }
 DEVICE int64_t load_shared(const int64_t* p) { return __ldcg(reinterpret_cast<const long long*>(p)); }
 #endif
-
-DEVICE uint32_t word_of(uint4 v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
 // Entries that a row sees.
 DEVICE int visible_of(const RowsArgs& p, int64_t position) {
@@ -92,8 +80,6 @@ DEVICE int visible_of(const RowsArgs& p, int64_t position) {
   return p.selected && visible > p.top_k ? p.top_k : visible;
 }
 
-// RAW: queries are as their projection left them.
-template <bool RAW>
 struct RowAttention {
   const RowsArgs& p;
   int tid, lane, warp, group, row, tile, half, part;
@@ -125,7 +111,7 @@ struct RowAttention {
       if (tile == 0) wait_for_previous_kernel();
       return;
     }
-    bool real = tid >> 2 < count, chosen = !RAW && !recent && p.selected;
+    bool real = tid >> 2 < count, chosen = !recent && p.selected;
     const int64_t* table = p.page_table + page_row * p.table_stride;
     int number = first + (tid >> 2), in_page = (1 << p.page_bits) - 1;
     Key own = {};
@@ -138,32 +124,25 @@ struct RowAttention {
       int64_t page = real ? load_shared(table + (number >> p.page_bits)) : 0;
       load(own, p.entries + page * p.page_bytes, in_page + 1, number & in_page, real);
     }
-    if (RAW) decode(own);
-    // A rehearsal, on whatever is there, brings the instructions here while nothing else can be done.
-#pragma unroll 1
-    for (int ahead = p.rehearsals; ahead >= 0; ahead--) {
-      if (ahead == 0 && chosen) {
-        sync_threads();
-        wait_for_previous_kernel();
-        int choice = real ? p.selected[int64_t(row) * p.top_k + number] : 0;
-        copy_queries();
-        int64_t page = pages()[choice >> p.page_bits];
-        load(own, p.entries + page * p.page_bytes, in_page + 1, choice & in_page, real);
-      }
-      if (!RAW && (ahead == 0 || chosen)) decode(own);
-      if (ahead == 0) {
-        if (!chosen) {
-          wait_for_previous_kernel();
-          RAW ? make_queries() : copy_queries();
-        }
-        wait_copies<0>();
-        fence_shared_for_matrix_units();
-        sync_threads();
-      }
-      if (group == 0) weigh(count, ahead == 0);
+    if (chosen) {
       sync_threads();
-      sum_values(ahead == 0);
+      wait_for_previous_kernel();
+      int choice = real ? p.selected[int64_t(row) * p.top_k + number] : 0;
+      copy_queries();
+      int64_t page = pages()[choice >> p.page_bits];
+      load(own, p.entries + page * p.page_bytes, in_page + 1, choice & in_page, real);
+      decode(own);
+    } else {
+      decode(own);
+      wait_for_previous_kernel();
+      copy_queries();
     }
+    wait_copies<0>();
+    fence_shared_for_matrix_units();
+    sync_threads();
+    if (group == 0) weigh(count);
+    sync_threads();
+    sum_values();
   }
 
   // What a lane has of a key that is decoded: sixteen of each 64 columns.
@@ -212,64 +191,10 @@ struct RowAttention {
     commit_copies();
   }
 
-  // Brings heads to unit size and turns them with the operations of norm_rope in triton_rows.py, whose lane has eight
-  // columns of 256, as one of eight threads a head: of every fourth lane.
-  DEVICE void make_queries() const {
-    int head = tid >> 3, t = tid & 3, side = tid >> 2 & 1;
-    const uint16_t* from = p.q + (int64_t(row) * HEADS + half * HALF + head) * DIM + side * 256 + t * 8;
-    const float* angles[2] = {p.cos + row * (ROPE / 2) + t * 4, p.sin + row * (ROPE / 2) + t * 4};
-    uint4 found[8];
-    uint4 turns[2][2] = {};  // of lanes 28 .. 31, then 24 .. 27: the last columns
-#pragma unroll
-    for (int m = 0; m < 8; m++) found[m] = load_shared(reinterpret_cast<const uint4*>(from + 32 * (m ^ side)));
-    if (side) {
-#pragma unroll
-      for (int i = 0; i < 2; i++)
-#pragma unroll
-        for (int j = 0; j < 2; j++) turns[i][j] = *reinterpret_cast<const uint4*>(angles[j] + 16 * (1 - i));
-    }
-    float squares[8];
-#pragma unroll
-    for (int m = 0; m < 8; m++) {
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        float low = bits_float(word_of(found[m], i) << 16), high = bits_float(word_of(found[m], i) & 0xFFFF0000u);
-        squares[m] = i ? add_rn(squares[m], mul_rn(low, low)) : mul_rn(low, low);
-        squares[m] = add_rn(squares[m], mul_rn(high, high));
-      }
-    }
-#pragma unroll
-    for (int step = 4; step; step /= 2)
-#pragma unroll
-      for (int m = 0; m < step; m++) squares[m] = add_rn(squares[m], squares[m + step]);
-    float sum = squares[0];
-    sum = add_rn(sum, shuffle_xor(sum, 2));
-    sum = add_rn(sum, shuffle_xor(sum, 1));
-    sum = add_rn(sum, shuffle_xor(sum, 4));
-    float factor = rsqrt_approx(add_rn(p.eps, div_full(sum, static_cast<float>(DIM))));
-#pragma unroll
-    for (int m = 0; m < 8; m++) {
-      uint32_t words[4];
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        float low = bits_float(word_of(found[m], i) << 16), high = bits_float(word_of(found[m], i) & 0xFFFF0000u);
-        words[i] = pack_bf16(mul_rn(low, factor), mul_rn(high, factor));
-        if (m >= 6 && side) {
-          float c = bits_float(word_of(turns[m - 6][0], i)), s = bits_float(word_of(turns[m - 6][1], i));
-          low = bits_float(words[i] << 16), high = bits_float(words[i] & 0xFFFF0000u);
-          words[i] = pack_bf16(fma_rn(low, c, mul_rn(high, -s)), fma_rn(high, c, mul_rn(low, s)));
-        }
-      }
-      int lane_there = t + 4 * (m ^ side), block = side * 4 + lane_there / 8, piece = lane_there & 7;
-      uint8_t* to = queries() + block * QUERY_BYTES + head * 128 + ((piece ^ (head & 7)) * 16);
-      *reinterpret_cast<uint4*>(to) = {words[0], words[1], words[2], words[3]};
-    }
-  }
-
   DEVICE int64_t sums_at() const { return (int64_t(row) * p.tiles + tile) * HEADS + half * HALF; }
 
   // A tile's logits, turned round by way of shared memory; then four lanes a head, in the order of HeadRows::weigh.
-  DEVICE void weigh(int count, bool due) const {
+  DEVICE void weigh(int count) const {
     float found[16];
     mma_begin();
 #pragma unroll
@@ -304,12 +229,12 @@ struct RowAttention {
     }
     sum = add_rn(sum, shuffle_xor(sum, 2));
     sum = add_rn(sum, shuffle_xor(sum, 1));
-    if (due && part == 0 && t == 0) *reinterpret_cast<float2*>(p.part_sum + (sums_at() + head) * 2) = {highest, sum};
+    if (part == 0 && t == 0) *reinterpret_cast<float2*>(p.part_sum + (sums_at() + head) * 2) = {highest, sum};
     fence_shared_for_matrix_units();
   }
 
   // Of this part's blocks of 64 columns a warpgroup has every other.
-  DEVICE void sum_values(bool due) const {
+  DEVICE void sum_values() const {
     float* to = p.part_acc + (sums_at() + 2 * (lane & 3)) * DIM + warp * 16 + (lane >> 2);
 #pragma unroll 1
     for (int b = part * p.blocks + group; b < (part + 1) * p.blocks; b += 2) {
@@ -320,18 +245,14 @@ struct RowAttention {
       mma_commit();
       mma_wait<0>();
       results_are_here<16>(sums);
-      if (due) {
 #pragma unroll
-        for (int i = 0; i < 16; i++) to[(i / 4 * 8 + (i & 1)) * DIM + b * 64 + 8 * (i >> 1 & 1)] = sums[i];
-      }
+      for (int i = 0; i < 16; i++) to[(i / 4 * 8 + (i & 1)) * DIM + b * 64 + 8 * (i >> 1 & 1)] = sums[i];
     }
   }
 };
 
-KERNEL(ROWS_THREADS, 2) attend_rows(GRID_CONSTANT RowsArgs args) { RowAttention<false>(args).run(); }
+KERNEL(ROWS_THREADS, 2) attend_rows(GRID_CONSTANT RowsArgs args) { RowAttention(args).run(); }
 LAUNCHABLE(attend_rows, RowsArgs, ROWS_THREADS)
-KERNEL(ROWS_THREADS, 2) attend_raw_rows(GRID_CONSTANT RowsArgs args) { RowAttention<true>(args).run(); }
-LAUNCHABLE(attend_raw_rows, RowsArgs, ROWS_THREADS)
 
 // A head of a row to a CTA: its tiles, all of which are asked for before any is used.
 struct RowJoin {
@@ -361,34 +282,30 @@ struct RowJoin {
     int last = position < 0 ? 0 : p.window_tiles + (visible_of(p, position) + KEYS - 1) / KEYS;
     // Of the window's tiles those that have keys; one without adds nothing, exactly.
     int recent = position < p.window_tiles * KEYS ? static_cast<int>(position) / KEYS + 1 : p.window_tiles;
-#pragma unroll 1
-    for (int ahead = p.rehearsals; ahead >= 0; ahead--) {
-      if (ahead == 0) wait_for_previous_kernel();
-      gather(last, recent, ahead == 0);
-      sync_threads();
-      join(last, ahead == 0);
-      sync_threads();
-    }
+    wait_for_previous_kernel();
+    gather(last, recent);
+    sync_threads();
+    join(last);
   }
 
-  DEVICE void gather(int last, int recent, bool due) const {
+  DEVICE void gather(int last, int recent) const {
     int64_t own = int64_t(row) * p.tiles * HEADS + head;
     const float* from = p.part_acc + own * DIM + column;
 #pragma unroll 4
     for (int i = 0; i < last; i++)
-      copy16(parts() + i * DIM, from + i * (HEADS * DIM), due && (i >= p.window_tiles || i < recent));
+      copy16(parts() + i * DIM, from + i * (HEADS * DIM), i >= p.window_tiles || i < recent);
     commit_copies();
     int tile = threadIdx.x;
     if (tile < last) {
       float2 found = {bits_float(0xFF800000u), 0.0f};
-      if (due && (tile >= p.window_tiles || tile < recent))
+      if (tile >= p.window_tiles || tile < recent)
         found = *reinterpret_cast<const float2*>(p.part_sum + (own + tile * HEADS) * 2);
       sums()[2 * tile] = found.x, sums()[2 * tile + 1] = found.y;
     }
     wait_copies<0>();
   }
 
-  DEVICE void join(int last, bool due) const {
+  DEVICE void join(int last) const {
     float top = bits_float(0xFF800000u), total = 0.0f, v[4] = {};
 #pragma unroll 4
     for (int i = 0; i < last; i++) {
@@ -421,7 +338,6 @@ struct RowJoin {
     uint32_t byte = (most >> 23) - 8 + ((most & 0x7FFFFF) > 0x600000);
     float fit = bits_float((254 - byte) << 23);
     uint32_t low = to_e4m3x2(mul_rn(v[0], fit), mul_rn(v[1], fit)), high = to_e4m3x2(mul_rn(v[2], fit), mul_rn(v[3], fit));
-    if (!due) return;
     int64_t at = int64_t(blockIdx.x) * DIM;
     if (column % 128 == 0) p.scales[(at + column) / 128] = bits_float(byte << 23);
     int word = column / 4, place = (column & -32) | (word & 1) << 4 | (word >> 1 & 3) << 2;  // layout.to_mma_order

@@ -13,8 +13,8 @@ struct ShortArgs {
   const void* x;        // e4m3 in MMA order with x_scale, or bf16
   const float* x_scale;
   void* out;
-  float* partial;      // [slices, rows, ld_out]
-  uint32_t* counters;  // one a tile, zero between launches. BY_HAND: 8 bytes for each output and slice
+  float* partial;       // BY_COUNT: [slices, rows, ld_out]
+  uint32_t* counters;   // BY_COUNT: one a tile, zero between launches
   int rows;                        // at most 8
   int ld_x, ld_x_scale, ld_out;    // from row to row
   int x_group, x_scale_group;      // from the input of group_tiles tiles to the next one's
@@ -22,34 +22,16 @@ struct ShortArgs {
   int chunks, tiles, slices;
   int stages;                      // of a slice: even, a power of two
   int block_shift;                 // log2 of a slice's blocks of 32 bytes, 8 a stage
-  int tiles_each, longer_runs;     // tiles of a CTA; so many runs have one more. At most SHORT_TILES
+  int tiles_each, longer_runs;     // tiles of a CTA; so many runs have one more. BY_COUNT: at most SHORT_TILES
   int slice_stride;                // of partial
-  int rehearsed;                   // 1: a stage of nothing comes ahead of the wait, for the instructions
   uint32_t by_slices, by_group_tiles;  // for `divide`
 };
 constexpr int SHORT_TILES = 8;
 
-// Who adds the slices: nobody, there is one; the last to arrive; the CTAs of a cluster; the last slice's
-// CTA, which the others hand their sums to.
-enum Sum { WHOLE, BY_COUNT, BY_CLUSTER, BY_HAND };
+// Who adds the slices: nobody, there is one; the last to arrive; the CTAs of a cluster.
+enum Sum { WHOLE, BY_COUNT, BY_CLUSTER };
 
-// A sum and that it is there, in one word: neither is seen without the other.
-#ifdef MOET_EMULATE
-DEVICE void hand_over(uint64_t* to, uint64_t v) { *to = v; }
-DEVICE uint64_t look_at(const uint64_t* p) { return *p; }
-#else
-DEVICE void hand_over(uint64_t* to, uint64_t v) {
-  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(v) : "memory");
-}
-DEVICE uint64_t look_at(const uint64_t* p) {
-  uint64_t v;
-  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-  return v;
-}
-#endif
-constexpr uint64_t IS_THERE = uint64_t(1) << 32;
-
-template <int CODEC, bool QUANTISE, int EPILOGUE, int SUM = BY_COUNT>
+template <int CODEC, bool QUANTISE, int EPILOGUE, int SUM>
 struct ShortStream {
   static constexpr int CPS = 2, STAGES = 2, BLOCKS = 4 * CPS;
   static constexpr int CODES = CPS * 64 * THREADS, STAGE_BYTES = CODES + (CODEC == FP8 ? CPS * 4 * THREADS : 0);
@@ -59,7 +41,6 @@ struct ShortStream {
   float *x_scales, *sums;
   uint32_t* last;  // of each tile, whether this CTA is the last of its slices
   int tid, lane, warp, group, slice;
-  int rows;        // none in a rehearsal
 
   DEVICE ShortStream(const ShortArgs& args) : p(args) {
     tid = threadIdx.x;
@@ -87,7 +68,7 @@ struct ShortStream {
   }
   // Everything is asked for before anything is used.
   DEVICE void load_plain(const uint8_t* x, const float* scale) {
-    int blocks = rows << p.block_shift, mask = (1 << p.block_shift) - 1;
+    int blocks = p.rows << p.block_shift, mask = (1 << p.block_shift) - 1;
     uint4 u[2], v[2];
 #pragma unroll
     for (int j = 0; j < 2; j++) {
@@ -100,7 +81,7 @@ struct ShortStream {
     }
     if constexpr (CODEC == FP8) {
       int shift = p.block_shift - 2, chunk = tid & ((1 << shift) - 1), row = tid >> shift;
-      if (row < rows)
+      if (row < p.rows)
         x_scales[chunk * 8 + row] = scale[uint64_t(row) * p.ld_x_scale + uint64_t((slice << shift) + chunk) * p.x_scale_step];
     }
 #pragma unroll
@@ -120,7 +101,7 @@ struct ShortStream {
   // Eight bf16 of a thread -> e4m3; the sixteen threads with a row's 128 columns share its scale.
   DEVICE void load_rounded(const uint16_t* x) {
     constexpr int AT_ONCE = 2;
-    int shift = p.block_shift + 2, units = rows << shift, mask = (1 << shift) - 1;
+    int shift = p.block_shift + 2, units = p.rows << shift, mask = (1 << shift) - 1;
 #pragma unroll 1
     for (int first = tid; first < units; first += AT_ONCE * THREADS) {
       uint4 raw[AT_ONCE];
@@ -213,20 +194,18 @@ struct ShortStream {
     int copied = 0, stage = 0, tile = first, copied_tile = first;
     float sum[4] = {};
 #pragma unroll 1
-    for (int step = -STAGES - p.rehearsed; step < steps; step++) {
-      bool fills = step < -p.rehearsed, rehearses = step < 0 && !fills;
-      int place = (fills ? step + p.rehearsed : step) & 1;
+    for (int step = -STAGES; step < steps; step++) {
+      int place = step & 1;
       if (step == 0) {
         wait_for_previous_kernel();
         let_next_kernel_start();
+        load(first);
       }
-      if (!fills) {
-        rows = rehearses ? 0 : p.rows;
-        if (step <= 0) load(first);
-        if (!rehearses) wait_copies<STAGES - 1>();
+      if (step >= 0) {
+        wait_copies<STAGES - 1>();
         consume(place, group * half + stage, sum);
       }
-      if (!rehearses && (fills ? step + p.rehearsed : step) + STAGES < steps) {
+      if (step + STAGES < steps) {
         uint8_t* to = ring + place * STAGE_BYTES + tid * 16;
 #pragma unroll
         for (int i = 0; i < 4 * CPS; i++) copy16(to + i * (16 * THREADS), codes + i * 512, true);
@@ -244,11 +223,10 @@ struct ShortStream {
           copied_tile++;
         }
       }
-      if (!rehearses) commit_copies();
-      if (fills || (!rehearses && ++stage < half)) continue;
+      commit_copies();
+      if (step < 0 || ++stage < half) continue;
       stage = 0;
-      end_tile(tile, sum);
-      tile += !rehearses;
+      end_tile(tile++, sum);
     }
     if constexpr (SUM == BY_COUNT) add_slices(first, count);
   }
@@ -268,9 +246,9 @@ struct ShortStream {
       for (int i = 0; i < 4; i++) {
         float total = sum[i] + mine[i * 128];
         int row = 2 * (lane & 3) + (i & 1), column = tile * 64 + warp * 16 + (lane >> 2) + 8 * (i >> 1);
-        if constexpr (SUM == BY_CLUSTER || SUM == BY_HAND)
+        if constexpr (SUM == BY_CLUSTER)
           mine[i * 128] = total;
-        else if (row >= rows)
+        else if (row >= p.rows)
           continue;
         else if constexpr (SUM == WHOLE)
           store(row * p.ld_out + column, total);
@@ -279,9 +257,6 @@ struct ShortStream {
       }
     }
     if constexpr (SUM == BY_CLUSTER) add_cluster(tile);
-    if constexpr (SUM == BY_HAND) {
-      if (group == 0) add_handed(tile);
-    }
 #pragma unroll
     for (int i = 0; i < 4; i++) sum[i] = 0.0f;
   }
@@ -329,47 +304,10 @@ struct ShortStream {
     return sums + (tile & 1) * 512 + ((row & 1) + 2 * (column >> 3 & 1)) * 128 + (column >> 4) * 32 + (column & 7) * 4 + (row >> 1);
   }
 
-  DEVICE void add_handed(int tile) {
-    sync_warpgroup(0);
-#pragma unroll 1
-    for (int i = tid; i < rows * 64; i += 128)
-      pass_on((i >> 6) * p.ld_out + tile * 64 + (i & 63), *sum_of(tile, i >> 6, i & 63));
-  }
-  // The CTAs that wait are fewer than fit at once, and those that they wait for wait for nobody.
-  DEVICE void pass_on(uint32_t at, float total) {
-    constexpr int AT_ONCE = 4, PATIENCE = 1 << 20;
-    uint64_t* places = reinterpret_cast<uint64_t*>(p.counters) + at;
-    if (slice + 1 < p.slices) {
-      hand_over(places + slice * p.slice_stride, IS_THERE | float_bits(total));
-      return;
-    }
-    float sum = -0.0f;
-#pragma unroll 1
-    for (int s = 0; s < slice; s += AT_ONCE) {
-      uint64_t found[AT_ONCE];
-      bool there = false;
-#pragma unroll 1
-      for (int polls = 0; !there && polls < PATIENCE; polls++) {
-        there = true;
-#pragma unroll
-        for (int j = 0; j < AT_ONCE; j++)
-          found[j] = s + j < slice ? look_at(places + (s + j) * p.slice_stride) : IS_THERE | 0x80000000u;
-#pragma unroll
-        for (int j = 0; j < AT_ONCE; j++) there = there && found[j] >= IS_THERE;
-      }
-#pragma unroll
-      for (int j = 0; j < AT_ONCE; j++) {
-        sum += there ? bits_float(static_cast<uint32_t>(found[j])) : bits_float(0x7FC00000u);
-        if (s + j < slice) places[(s + j) * p.slice_stride] = 0;
-      }
-    }
-    store(at, sum + total);
-  }
-
   // Every CTA of the cluster adds all slices, in their order, of its share of the outputs.
   DEVICE void add_cluster(int tile) {
     sync_slices();
-    int share = rows * 64 / p.slices;
+    int share = p.rows * 64 / p.slices;
 #pragma unroll 1
     for (int i = slice * share + tid; i < (slice + 1) * share; i += THREADS) {
       int row = i >> 6, column = i & 63;

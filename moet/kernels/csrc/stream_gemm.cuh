@@ -119,11 +119,9 @@ enum ErrorBit { INVALID_SLOT = 1, INVALID_COUNT = 2 };
 // CLUSTER: the CTAs of a cluster have the slices of one item, one each, and sum them among themselves.
 // ALL_TOKENS: of at most MAX_ROWS tokens all are columns of every item, loaded once, before the work list
 // is there; the kernel ahead wrote none of them.
-// HALVED: a CTA has 16 of an item's 32 gate rows and the same of up, and another one the others; half of its
-// warps copy nothing and what they compute is left.
 // LISTED: the work list, which has room for all rows, is read at once and kept in shared memory.
 template <int CODEC, int NT, int EPILOGUE, int STAGES, bool QUANTISE, bool OVERLAP, bool CLUSTER = false, bool ALL_TOKENS = false,
-          bool LISTED = false, bool HALVED = false>
+          bool LISTED = false>
 struct StreamGemm {
   static constexpr int CPS = chunks_per_stage(CODEC);
   static constexpr int CODE_BYTES = CODEC == NVFP4 ? 1024 : chunk_bytes(CODEC);
@@ -137,9 +135,10 @@ struct StreamGemm {
   static constexpr int GROUPS = FEW ? 1 : NT;             // of eight columns
   static constexpr int VALUES = FEW ? 2 : 4 * NT;         // sums of a lane
   // Instances for few experts only ever share items, and save the registers of a second half.
-  static constexpr bool ALWAYS_SHARED = !OVERLAP && NT == 1;
+  static constexpr bool FEW_EXPERTS = !OVERLAP && NT == 1;
+  // Those of all tokens share them, too: pairs of items end no sooner, and fewer CTAs would have any.
+  static constexpr bool ALWAYS_SHARED = FEW_EXPERTS || ALL_TOKENS;
   // Instances for many experts keep an entry's rows instead of asking for them with every item.
-  static constexpr int COPYING = HALVED ? THREADS / 2 : THREADS;  // threads that have a place in the ring
   static constexpr bool KEEPS_ROWS = (CODEC == W2 && OVERLAP && NT == 1 && !CLUSTER) || ALL_TOKENS;
   static constexpr bool LOADS_FIRST = CODEC == W2 && KEEPS_ROWS && MOET_SM == 90;
 
@@ -151,7 +150,6 @@ struct StreamGemm {
   int tid, lane, warp, group;
   int stages_per_segment, slice_stages, first_item, last_item;
   int cta, ctas;          // this one's number among those that divide the items
-  int half;               // HALVED: which rows of the items
   TableOf<CODEC> table;
 
   float tensor_scale;     // NVFP4: of this warp's matrix and entry
@@ -168,8 +166,7 @@ struct StreamGemm {
   const uint8_t *row_start, *base_start;
 
   DEVICE StreamGemm(const StreamArgs& args) : StreamGemm(args, blockIdx.x, gridDim.x) {}
-  DEVICE StreamGemm(const StreamArgs& args, int number, int of)
-      : p(args), cta(HALVED ? number >> 1 : number), ctas(HALVED ? of >> 1 : of), half(number & 1), table(args.masks) {
+  DEVICE StreamGemm(const StreamArgs& args, int number, int of) : p(args), cta(number), ctas(of), table(args.masks) {
     tid = threadIdx.x;
     lane = tid & 31;
     int uniform = shuffle(tid >> 5, 0);  // so that the compiler knows it is one value a warp
@@ -184,13 +181,11 @@ struct StreamGemm {
     ring = reinterpret_cast<uint8_t*>(reduction + 2 * GROUPS * 4 * 128);
   }
 
-  DEVICE bool idle() const { return HALVED && (warp & 1) != half; }
-  DEVICE int ring_lane() const { return HALVED ? (group * 2 + (warp >> 1)) * 32 + lane : tid; }
   DEVICE bool shared_items() const { return ALWAYS_SHARED || shared; }
   DEVICE int first_stage() const { return shared_items() && group ? p.first_half_stages : 0; }
   DEVICE int end_stage() const { return shared_items() && !group ? p.first_half_stages : slice_stages; }
 
-  DEVICE List& list() const { return *reinterpret_cast<List*>(ring + STAGES * STAGE_BYTES * COPYING); }
+  DEVICE List& list() const { return *reinterpret_cast<List*>(ring + STAGES * STAGE_BYTES * THREADS); }
   DEVICE Entry entry(int e) const {
     if constexpr (LISTED) return list().entries[e];
     if (p.entries) return p.entries[e];
@@ -229,7 +224,7 @@ struct StreamGemm {
   // Points the producer at what place() has found.
   DEVICE void aim() {
     next_stage = first_stage();
-    if (ALWAYS_SHARED || next.entry != aimed_entry) {
+    if (FEW_EXPERTS || next.entry != aimed_entry) {
       aimed_entry = next.entry;
       Entry t = entry(next.entry);
       if (t.slot < 0 || t.slot >= p.num_slots) t.slot = t.expert = 0;  // reported by the consumer
@@ -244,32 +239,32 @@ struct StreamGemm {
   DEVICE int base_row() const { return (lane >> 2) + 8 * (lane & 1); }
 
   DEVICE static const void* address(uint64_t a) { return reinterpret_cast<const void*>(a); }
-  DEVICE uint8_t* ring_stage(int s) const { return ring + s * (STAGE_BYTES * COPYING); }
+  DEVICE uint8_t* ring_stage(int s) const { return ring + s * (STAGE_BYTES * THREADS); }
 
   // Copies the producer's stage into ring place s, then steps. Commits a group in any case.
   DEVICE void produce(int s) {
-    if (next.item < last_item && first_stage() < end_stage() && !idle()) {
+    if (next.item < last_item && first_stage() < end_stage()) {
       if (next_stage == end_stage()) {
         if constexpr (!LISTED) place();
         aim();
       }
-      uint8_t* to = ring_stage(s) + ring_lane() * 16;
+      uint8_t* to = ring_stage(s) + tid * 16;
       int left = p.chunks - next_in_segment * CPS;
 #pragma unroll
       for (int i = 0; i < CPS * WORDS; i++)
-        copy16(to + i * (16 * COPYING), address(codes + i * 512), i / WORDS < left);
+        copy16(to + i * (16 * THREADS), address(codes + i * 512), i / WORDS < left);
       codes += CPS * CODE_BYTES;
-      uint8_t* words = ring_stage(s) + CPS * WORDS * 16 * COPYING + ring_lane() * 4;
+      uint8_t* words = ring_stage(s) + CPS * WORDS * 16 * THREADS + tid * 4;
       if constexpr (has_scale_plane(CODEC)) {
 #pragma unroll
         for (int i = 0; i < SCALE_WORDS; i++)
-          copy4(words + i * (4 * COPYING), address(scales + i * 128), 2 * i < left);
-        copy4(words + SCALE_WORDS * (4 * COPYING), address(bases), true);
+          copy4(words + i * (4 * THREADS), address(scales + i * 128), 2 * i < left);
+        copy4(words + SCALE_WORDS * (4 * THREADS), address(bases), true);
         scales += CPS / 2 * 128;
       } else if constexpr (SCALE_WORDS > 0) {
         constexpr int APART = CODEC == FP8 ? 4 : 128;
 #pragma unroll
-        for (int i = 0; i < SCALE_WORDS; i++) copy4(words + i * (4 * COPYING), address(scales + i * APART), i < left);
+        for (int i = 0; i < SCALE_WORDS; i++) copy4(words + i * (4 * THREADS), address(scales + i * APART), i < left);
         scales += CPS * APART;
       }
       if (++next_in_segment == stages_per_segment) next_segment();
@@ -465,19 +460,19 @@ struct StreamGemm {
 
   // The code words of a lane in a chunk of ring place s.
   DEVICE void load_codes(int s, int chunk, uint32_t* words) const {
-    const uint8_t* from = ring_stage(s) + ring_lane() * 16 + chunk * (WORDS * 16 * COPYING);
+    const uint8_t* from = ring_stage(s) + tid * 16 + chunk * (WORDS * 16 * THREADS);
 #pragma unroll
     for (int i = 0; i < WORDS; i++) {
-      uint4 v = *reinterpret_cast<const uint4*>(from + i * (16 * COPYING));
+      uint4 v = *reinterpret_cast<const uint4*>(from + i * (16 * THREADS));
       words[4 * i] = v.x, words[4 * i + 1] = v.y, words[4 * i + 2] = v.z, words[4 * i + 3] = v.w;
     }
   }
   // This lane's scale words of ring place s, THREADS apart; behind them its base.
   DEVICE const uint32_t* scale_words(int s) const {
-    return reinterpret_cast<const uint32_t*>(ring_stage(s) + CPS * WORDS * 16 * COPYING) + ring_lane();
+    return reinterpret_cast<const uint32_t*>(ring_stage(s) + CPS * WORDS * 16 * THREADS) + tid;
   }
   DEVICE uint32_t load_base(int s) const {
-    return scale_words(s)[SCALE_WORDS * COPYING] >> (8 * (base_row() & 3)) & 0xFF;
+    return scale_words(s)[SCALE_WORDS * THREADS] >> (8 * (base_row() & 3)) & 0xFF;
   }
 
   // One stage of W2. All that is read from shared memory comes first, so that no chunk waits for it
@@ -486,7 +481,7 @@ struct StreamGemm {
     uint32_t words[CPS / 2], codes[CPS][4 * WORDS], exponents[CPS][2];
     float2 factors[CPS];
 #pragma unroll
-    for (int c = 0; c < CPS / 2; c++) words[c] = scale_words(s)[c * COPYING];
+    for (int c = 0; c < CPS / 2; c++) words[c] = scale_words(s)[c * THREADS];
 #pragma unroll
     for (int c = 0; c < CPS; c++) load_codes(s, c, codes[c]);
 #pragma unroll
@@ -526,7 +521,7 @@ struct StreamGemm {
   DEVICE void consume_nvfp4(int s, int stage, float* sum) {
     uint32_t words[CPS], codes[CPS][4 * WORDS];
 #pragma unroll
-    for (int c = 0; c < CPS; c++) words[c] = scale_words(s)[c * COPYING], load_codes(s, c, codes[c]);
+    for (int c = 0; c < CPS; c++) words[c] = scale_words(s)[c * THREADS], load_codes(s, c, codes[c]);
     BOperand b = b_operand(activations + stage * (CPS * 1024), group_bytes());
 #pragma unroll
     for (int c = 0; c < CPS; c++) {
@@ -562,7 +557,7 @@ struct StreamGemm {
       RowScale scale = {0, 0, 0};
       if constexpr (has_scale_plane(CODEC)) {
         if (c % 2 == 0) {
-          scale_word = words[c / 2 * COPYING];
+          scale_word = words[c / 2 * THREADS];
 #if MOET_SM == 90
           exponents = saturating_subtract(scale_word, base4) << 2;
 #endif
@@ -574,7 +569,7 @@ struct StreamGemm {
         scale.word1 = shuffle(exponents, quad + 1);
 #endif
       } else if constexpr (CODEC == FP8) {
-        weight_scale[c] = bits_float(words[c * COPYING]);
+        weight_scale[c] = bits_float(words[c * THREADS]);
       }
 #pragma unroll
       for (int j = 0; j < 4; j++) decode_block<CODEC>(codes, j, scale, p.masks, a[c % BUFFERS][j]);
@@ -705,7 +700,7 @@ struct StreamGemm {
 
   DEVICE int share(int of) const { return divide(of, p.inverse.ctas); }
 
-  // Divides the items among CTAs, as single items or in pairs (of one entry), whichever ends sooner.
+  // Divides the items among CTAs, in pairs (of one entry) or, where those would end later, one by one.
   DEVICE void divide_items(int entries) {
     int items = entries * p.tiles * p.slices, pairs = items / 2;
     shared = ALWAYS_SHARED || CLUSTER || p.tiles_per_segment % 2 != 0 || p.slices != 1 || 2 * share(pairs + ctas - 1) > share(items + ctas - 1);
@@ -778,7 +773,7 @@ struct StreamGemm {
         for (int i = 0; i < VALUES; i++) mine[i * stride] = total[i];
       }
       sync_warpgroup(group);
-      if (warp < 2 && !idle()) {
+      if (warp < 2) {
         float up[VALUES];
 #pragma unroll
         for (int i = 0; i < VALUES; i++) up[i] = mine[i * stride + (shared_items() ? 64 : 0)];

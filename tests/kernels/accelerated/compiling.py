@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from moet.kernels import triton_attention, triton_mla_attention
+from moet.kernels import triton_attention, triton_indexer, triton_mla_attention
 from tests.kernels.accelerated.released import Released
 from tests.kernels.accelerated.released_glm import ReleasedGlm
 
@@ -80,9 +80,10 @@ def launches(arch: str) -> list[Launch]:
 
     original, JITFunction.run = JITFunction.run, record
     mla = triton_mla_attention
-    heads = [triton_attention.HEADS_EACH, mla.HEADS_EACH, mla.HEADS_APART]
-    kept = [dict(each) for each in heads]
-    for each in heads:
+    tables = [triton_attention.HEADS_EACH, mla.HEADS_EACH, mla.HEADS_APART]
+    tables.append(triton_indexer.REGISTERS)
+    kept = [dict(each) for each in tables]
+    for each in tables:
         each["sm90a"] = each[arch]  # what is not on a GPU counts as sm90a
     try:
         cpu = torch.device("cpu")
@@ -99,7 +100,7 @@ def launches(arch: str) -> list[Launch]:
                 call()
     finally:
         JITFunction.run = original
-        for each, values in zip(heads, kept, strict=True):
+        for each, values in zip(tables, kept, strict=True):
             each.update(values)
     return list(caught.values())
 

@@ -265,17 +265,11 @@ def test_index_select(
 def test_rows_that_share_a_program_are_scored_as_alone(
     name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of one sequence share the keys they are compared with; at borders others come in. Pages
-    of one row share its query."""
+    """Rows of one sequence share the keys they are compared with; at borders others come in."""
     rows = step(name, device)
     inputs = index_inputs(rows, device)
     settings = {"ratio": 4, "top_k": 32, "gate_scale": 0.3}
     alone = triton_indexer.index_select(*inputs, rows, **settings)
-    if rows.short:
-        with monkeypatch.context() as patch:
-            patch.setattr(triton_indexer, "PAGES_EACH", 2)
-            patch.setattr(triton_indexer, "KEYS_AHEAD", name == "verify")
-            assert torch.equal(triton_indexer.index_select(*inputs, rows, **settings), alone)
     monkeypatch.setattr(triton_indexer, "CODED_ROWS", 0)
     monkeypatch.setattr(triton_indexer, "ROWS_EACH", 4)
     assert torch.equal(triton_indexer.index_select(*inputs, rows, **settings), alone)

@@ -81,7 +81,7 @@ def rigs(dense: Dense, kv_dtype: KVDtype, device: torch.device) -> tuple[Rig, Ri
     if INTERPRETED:
         if shutil.which("g++") is None:
             pytest.skip("emulation needs a compiler")
-        sources = ("stream_gemm", "moe", "prefill_gemm", "join_norm")
+        sources = ("stream_gemm", "moe", "prefill_gemm", "join_norm", "short_stream")
         launcher = emulation.build(sources, 90, num_sms=3)
         gpu = Device.around(launcher, "sm90a", "cpu")
     else:

@@ -5,13 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moet.kernels import (
-    device_latents,
-    row_attention,
-    triton_attention,
-    triton_mla_attention,
-    triton_rows,
-)
+from moet.kernels import device_latents, row_attention, triton_attention, triton_mla_attention
 from moet.kernels.attention import WindowKeys
 from moet.kernels.cache import Fp8Rows
 from moet.kernels.cubin import device_arch
@@ -65,7 +59,6 @@ def test_few_rows_have_the_bits_of_tiles(
     """Few tiles in all, whose values are divided, and many."""
     if device_arch(device) != "sm90a":
         pytest.skip("the kernel is sm_90a's")
-    monkeypatch.setattr(row_attention, "MOST_TILES", 160)
     monkeypatch.setattr(row_attention, "FILLING_TILES", 8)
     launcher = Device.open("sm90a", device).launcher
     for pieces in ([(0, 1)], [(700, 703)], [(p, p + 1) for p in (3, 60, 64, 127, 300, 511, 700)]):
@@ -86,18 +79,11 @@ def test_few_rows_have_the_bits_of_tiles(
         torch.cuda.synchronize()  # what keys are read ahead of the kernel before
         given, facts = (q, sink.to(device), keys, *angles), {"scale": WIDTH**-0.5, "num_groups": 8}
         wanted = triton_attention.window_attention_q(*given, **facts).decoded()
-        for rehearsals in (0, 1):
-            monkeypatch.setattr(row_attention, "REHEARSALS", rehearsals)
-            found = row_attention.attend(launcher, *given, **facts)
-            assert torch.equal(found.decoded(), wanted)
-        if selected is None:
-            turned = triton_rows.norm_rope_heads(q.flatten(1), *angles, num_heads=HEADS, eps=1e-6)
-            wanted = triton_attention.window_attention_q(turned, *given[1:], **facts).decoded()
-            found = row_attention.attend(launcher, *given, **facts, eps=1e-6)
-            assert torch.equal(found.decoded(), wanted)
+        found = row_attention.attend(launcher, *given, **facts)
+        assert torch.equal(found.decoded(), wanted)
 
 
-@pytest.mark.parametrize("heads", [32, 64])
+@pytest.mark.parametrize("heads", [16, 32, 64])
 @pytest.mark.parametrize("form", [Fp8LatentRows(512, 64, 64), Nvfp4LatentRows(512, 64, 64)])
 def test_latents_have_the_bits_of_tiles(
     form: Fp8LatentRows | Nvfp4LatentRows, heads: int, device: torch.device

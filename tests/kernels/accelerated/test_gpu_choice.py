@@ -46,9 +46,10 @@ def test_a_cluster_chooses_as_programs_do(width: int, top_k: int, device: torch.
 
 
 @pytest.mark.parametrize("glm", [False, True])
-def test_pages_in_groups_have_the_scores_of_single_ones(
+def test_rows_of_steps_have_the_scores_of_rows_of_chunks(
     glm: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Keys read ahead of the kernel that makes queries, keys read with queries, and chunks."""
     heads, ratio, top_k, pages = (32, 1, 2048, 129) if glm else (64, 4, 512, 129)
     form = Fp8IndexKeys(128, 64) if glm else Mxfp4Rows(128, 64)
     shape = 3 * pages, form.page_bytes
@@ -64,9 +65,8 @@ def test_pages_in_groups_have_the_scores_of_single_ones(
     q = torch.randn(3, heads, 128, device=device).bfloat16()
     gate = torch.randn(3, 128 + heads, device=device)[:, 128:]
     made = []
-    for each, ahead in ((0, False), (1, False), (2, False), (2, True), (4, True)):
-        monkeypatch.setattr(triton_indexer, "PAGES_EACH", each)
-        monkeypatch.setattr(triton_indexer, "KEYS_AHEAD", ahead)
+    for limit, most in (("STREAMED_ROWS", 8), ("STREAMED_ROWS", 2), ("CODED_ROWS", 2)):
+        monkeypatch.setattr(triton_indexer, limit, most)
         scores = torch.zeros(3, 64 * pages, device=device)
         facts = (q, (gate, 0.01), Cache(held, form), where, table, ratio, scores, top_k)
         triton_indexer._score(*facts)

@@ -39,7 +39,10 @@ CONFIG = replace(
 def pair() -> Pair:
     if not INTERPRETED or shutil.which("g++") is None:
         pytest.skip("on a GPU tests/gpu compares logits")
-    sources = ("stream_gemm", "moe", "prefill_gemm", "hyper_connection", "projections")
+    sources = (
+        *("stream_gemm", "moe", "prefill_gemm", "hyper_connection", "projections"),
+        "short_stream",
+    )
     launcher = emulation.build(sources, 90, num_sms=3)
     device = Device.around(launcher, "sm90a", "cpu")
     return make_pair(CONFIG, hash_source(CONFIG, quantised=True), device)
