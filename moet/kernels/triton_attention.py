@@ -102,9 +102,9 @@ def attend(
     inside = h < HEADS
     real = inside[:, None]
     p, visible, last = sight(positions, row, WINDOW_TILES, RATIO, TOP_K, KEYS)
-    seq_slot, start = tl.load(seq_slots + row), tl.load(starts + row)
-    page_row = tl.load(page_rows + row)
-    ring, table = seq_slot * RING_BYTES, page_table + page_row * table_stride
+    ring = tl.load(seq_slots + row) * RING_BYTES
+    start = tl.load(starts + row)
+    table = page_table + tl.load(page_rows + row) * table_stride
     memory = (window, chunk, entries, selected, CHUNK_ENTRIES, PAGE_BYTES, table, ring)
     where = memory + (row, p, start, visible)
     if WHOLE:
@@ -133,8 +133,7 @@ def attend(
         store_values(acc, factor, cos, sin, out, scales, head, at, inside, DIM, QUANT)
     else:
         tile = tl.program_id(1)
-        there = (tile < last) & ((tile >= WINDOW_TILES) | (tile * KEYS <= p))
-        if there & ((seq_slot | start | page_row) >= 0):  # always: but all are asked for at once
+        if (tile < last) & ((tile >= WINDOW_TILES) | (tile * KEYS <= p)):
             attend_one(
                 q_ptr,
                 at,
@@ -156,7 +155,6 @@ def attend(
                 SPLIT,
                 DATA,
                 SCALE_BYTES,
-                OVERLAP,
             )
 
 

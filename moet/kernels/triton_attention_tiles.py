@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from moet.kernels.triton_common import (
-    all_here,
     e4m3_codes,
     e4m3_exponent,
     mma_place,
@@ -68,10 +67,10 @@ def find_rows(
 
 @triton.jit
 def load_rows(pages, data_at, scales_at, valid, DIM: tl.constexpr):
-    """Rows of cache.Fp8Rows as they are stored, for decode_rows: sixteen bytes at a time. A hint
-    that they lie in such steps would not outlive the branches that found them."""
+    """Rows of cache.Fp8Rows as bf16, exact, in blocks of 64 columns, the last one rotated. Returns
+    a tuple of [keys, 64]; zero where not valid."""
     NOPE_BLOCKS: tl.constexpr = DIM // 64 - 1
-    data = (pages + (data_at >> 4 << 4))[:, None]
+    data = (pages + tl.multiple_of(data_at, 16))[:, None]
     scales = (pages + tl.multiple_of(scales_at, 8)).to(tl.pointer_type(tl.int64))[:, None]
     real = valid[:, None]
     d = tl.arange(0, 64)[None, :]
@@ -81,21 +80,12 @@ def load_rows(pages, data_at, scales_at, valid, DIM: tl.constexpr):
     rotated = (data + NOPE_BLOCKS * 64).to(tl.pointer_type(tl.bfloat16)) + d
     turned = tl.load(rotated, mask=real, other=0.0)
     bytes_ = tl.load(scales, mask=real, other=0)
-    return codes + (turned, bytes_)
-
-
-@triton.jit
-def decode_rows(stored, DIM: tl.constexpr):
-    """What load_rows found as bf16, exact, in blocks of 64 columns, the last one rotated: a tuple
-    of [keys, 64]; zero where not valid."""
-    NOPE_BLOCKS: tl.constexpr = DIM // 64 - 1
     blocks = ()
     for b in tl.static_range(NOPE_BLOCKS):
-        byte = ((stored[NOPE_BLOCKS + 1] >> (8 * b)) & 0xFF).to(tl.int32)
-        factor = (byte << 23).to(tl.float32, bitcast=True)
-        value = stored[b].to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        factor = (((bytes_ >> (8 * b)) & 0xFF).to(tl.int32) << 23).to(tl.float32, bitcast=True)
+        value = codes[b].to(tl.float8e4nv, bitcast=True).to(tl.float32)
         blocks = blocks + ((value * factor).to(tl.bfloat16),)
-    return blocks + (stored[NOPE_BLOCKS],)
+    return blocks + (turned,)
 
 
 @triton.jit
@@ -188,8 +178,7 @@ def attend_all(
             data_at, scales_at, valid = find_rows(
                 where, tile, WINDOW, RING, ENTRIES, TOP_K, HAS_CHUNK, KEYS, DATA, SCALE_BYTES
             )
-            stored = load_rows(where[0], data_at, scales_at, valid, DIM)
-            blocks = decode_rows(stored, DIM)
+            blocks = load_rows(where[0], data_at, scales_at, valid, DIM)
             weight, part_top, part_total = attend_tile(q, blocks, valid, scale, BLOCKS)
             top, total, old, new = shares(top, total, part_top, part_total)
             old = tl.broadcast_to(old[:, None], [HB, 64])
@@ -263,21 +252,14 @@ def attend_one(
     SPLIT: tl.constexpr,
     DATA: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    """One tile of a row, of whose sums a program stores one of SPLIT parts. Keys are asked for
-    before queries are put anywhere."""
+    """One tile of a row, of whose sums a program stores one of SPLIT parts."""
     BLOCKS: tl.constexpr = DIM // 64
+    q = load_query(q_ptr, at, real, BLOCKS)
     data_at, scales_at, valid = find_rows(
         where, tile, WINDOW, RING, ENTRIES, TOP_K, HAS_CHUNK, KEYS, DATA, SCALE_BYTES
     )
-    stored = load_rows(where[0], data_at, scales_at, valid, DIM)
-    every = load_query(q_ptr, at, real, BLOCKS) + stored
-    tl.debug_barrier()
-    every = all_here(every, 2 * BLOCKS, OVERLAP)
-    q = every[:BLOCKS]
-    stored = every[BLOCKS:] + stored[BLOCKS:]
-    blocks = decode_rows(stored, DIM)
+    blocks = load_rows(where[0], data_at, scales_at, valid, DIM)
     weight, top, total = attend_tile(q, blocks, valid, scale, BLOCKS)
     part = (where[8] * tl.num_programs(1) + tile) * HEADS + h
     to = part_acc + part[:, None] * DIM + tl.arange(0, 64)[None, :]

@@ -52,6 +52,34 @@ def test_chunks_have_the_bits_of_tiles(kind: str, device: torch.device) -> None:
     assert torch.equal(found, again)
 
 
+@pytest.mark.parametrize(("heads", "dim"), [(8, 128), (16, 256), (64, 512)])
+def test_tiles_join_to_the_bits_of_whole_rows(
+    heads: int, dim: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows enough that a sum in another order shows, of models of every size."""
+    rows = make_rows([(0, 200), (300, 301), (500, 700)], short=False, device=device)
+    num = len(rows.positions)
+    keys = WindowKeys(
+        rows,
+        ringed(Fp8Rows(dim - ROPE, ROPE, 130), rows),
+        filled(Fp8Rows(dim - ROPE, ROPE, num), 1, device),
+        paged(Fp8Rows(dim - ROPE, ROPE, 64), rows),
+        None,
+        128,
+        4,
+    )
+    angles = rope_cos_sin(rows.positions, torch.rand(ROPE // 2, device=device))
+    q = 4 * torch.randn(num, heads, dim, device=device).bfloat16()
+    given = q, torch.randn(heads, device=device), keys, *angles
+    found = []
+    for most in (0, 1 << 20):
+        monkeypatch.setattr(triton_attention, "MAX_PARTS", most)
+        found.append(triton_attention.window_attention(*given, scale=dim**-0.5))
+    assert found[0].isfinite().all()
+    off = (found[0] != found[1]).flatten(1).any(1)
+    assert not off.any(), f"{int(off.sum())} of {num} rows differ"
+
+
 @pytest.mark.parametrize("kind", ["window", "every", "chosen"])
 def test_few_rows_have_the_bits_of_tiles(
     kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch

@@ -93,6 +93,7 @@ def test_forms_of_few_rows_have_the_same_bits(
 
     def passes(given: Tensor | Mixture, rows: slice) -> list[Tensor]:
         first = run(given, streams[rows], post[rows], mix[rows], placed)
+        torch.zeros(1, device=device)  # a pass reads what is two launches old ahead of its wait
         second = run(given, first[0], first[2], first[3], placed)
         return [values(x) for x in (*first, *second)]
 
