@@ -93,7 +93,7 @@ def _query_fits(*, arch: str, head_dim: int, rope_dim: int, quantised: bool) -> 
     return arch in GPU_ARCHS and quantised and fits
 
 
-index_query.impl_in("moet.kernels.triton_indexer", "triton_mxfp4", supports=_query_fits)
+index_query.impl_in("moet.kernels.triton_index_queries", "triton_mxfp4", supports=_query_fits)
 
 
 def _keys_fit(*, arch: str, keys: EntryFormat, num_heads: int, top_k: int) -> bool:

@@ -22,7 +22,7 @@ from moet.kernels.triton_common import (
     store_fp8_row,
     wait,
 )
-from moet.kernels.triton_indexer import hadamard_matrix, index_query, prepare_heads
+from moet.kernels.triton_index_queries import hadamard_matrix, index_query, prepare_heads
 
 HEADS_EACH = 8
 INDEX_HEADS_EACH = 16

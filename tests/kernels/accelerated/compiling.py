@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from moet.kernels import triton_attention, triton_indexer, triton_mla_attention
+from moet.kernels import triton_attention, triton_index_scores, triton_mla_attention
 from tests.kernels.accelerated.released import Released
 from tests.kernels.accelerated.released_glm import ReleasedGlm
 
@@ -81,7 +81,7 @@ def launches(arch: str) -> list[Launch]:
     original, JITFunction.run = JITFunction.run, record
     mla = triton_mla_attention
     tables = [triton_attention.HEADS_EACH, mla.HEADS_EACH, mla.HEADS_APART]
-    tables.append(triton_indexer.REGISTERS)
+    tables.append(triton_index_scores.REGISTERS)
     kept = [dict(each) for each in tables]
     for each in tables:
         each["sm90a"] = each[arch]  # what is not on a GPU counts as sm90a

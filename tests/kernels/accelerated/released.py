@@ -13,6 +13,7 @@ from moet.kernels import (
     triton_attention_inputs,
     triton_compressor,
     triton_hyper_connection,
+    triton_index_queries,
     triton_indexer,
     triton_places,
     triton_rows,
@@ -170,7 +171,7 @@ class Released:
         weights = self.fp32(self.n, INDEX_HEADS)
         keys = self.cache(Mxfp4Rows(INDEX_DIM, 64), self.num_pages)
         return {
-            "index_query": lambda: triton_indexer.index_query(
+            "index_query": lambda: triton_index_queries.index_query(
                 q, *self.cos_sin, num_heads=INDEX_HEADS, quantised=True
             ),
             "index_select": lambda: triton_indexer.index_select(

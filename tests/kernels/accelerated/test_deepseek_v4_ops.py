@@ -13,6 +13,8 @@ from moet.kernels import (
     triton_attention_inputs,
     triton_compressor,
     triton_hyper_connection,
+    triton_index_queries,
+    triton_index_scores,
     triton_indexer,
     triton_places,
     triton_rows,
@@ -207,10 +209,10 @@ def test_index_query(
     n: int, heads: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if heads == 8:
-        monkeypatch.setattr(triton_indexer, "CODED_ROWS", 1)  # a program has several rows
+        monkeypatch.setattr(triton_index_queries, "CODED_ROWS", 1)  # a program has several rows
     q = randn(n, heads * DIM + 32, device=device)[:, 32:]
     cos_sin = angles(torch.arange(n, device=device) * 77)
-    got = triton_indexer.index_query(q, *cos_sin, num_heads=heads, quantised=True)
+    got = triton_index_queries.index_query(q, *cos_sin, num_heads=heads, quantised=True)
     want = index_query(q, *cos_sin, num_heads=heads, quantised=True)
     assert got.shape == want.shape
     if n:
@@ -270,8 +272,8 @@ def test_rows_that_share_a_program_are_scored_as_alone(
     inputs = index_inputs(rows, device)
     settings = {"ratio": 4, "top_k": 32, "gate_scale": 0.3}
     alone = triton_indexer.index_select(*inputs, rows, **settings)
-    monkeypatch.setattr(triton_indexer, "CODED_ROWS", 0)
-    monkeypatch.setattr(triton_indexer, "ROWS_EACH", 4)
+    monkeypatch.setattr(triton_index_scores, "CODED_ROWS", 0)
+    monkeypatch.setattr(triton_index_scores, "ROWS_EACH", 4)
     assert torch.equal(triton_indexer.index_select(*inputs, rows, **settings), alone)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moet.kernels import device_choice, triton_indexer
+from moet.kernels import device_choice, triton_index_scores, triton_indexer
 from moet.kernels.cache import Cache, Mxfp4Rows
 from moet.kernels.cubin import device_arch
 from moet.kernels.device_gemm import Device
@@ -66,10 +66,10 @@ def test_rows_of_steps_have_the_scores_of_rows_of_chunks(
     gate = torch.randn(3, 128 + heads, device=device)[:, 128:]
     made = []
     for limit, most in (("STREAMED_ROWS", 8), ("STREAMED_ROWS", 2), ("CODED_ROWS", 2)):
-        monkeypatch.setattr(triton_indexer, limit, most)
+        monkeypatch.setattr(triton_index_scores, limit, most)
         scores = torch.zeros(3, 64 * pages, device=device)
         facts = (q, (gate, 0.01), Cache(held, form), where, table, ratio, scores, top_k)
-        triton_indexer._score(*facts)
+        triton_index_scores.score_entries(*facts)
         made.append(scores)
     assert all(torch.equal(scores, made[0]) for scores in made)
     assert made[0][0].isfinite().all()
