@@ -1,5 +1,6 @@
-"""Attention of a chunk's rows by csrc/chunk_attention.cu: 64 heads over fp8 rows, bit for bit what
-triton_attention.py makes of them. Knows tensors and a Launcher."""
+"""Attention of 64 heads over fp8 rows, bit for bit what triton_attention.py makes of them: of a
+chunk's rows by csrc/chunk_attention.cu, and which rows have another kernel. Knows tensors and a
+Launcher."""
 
 from __future__ import annotations
 
@@ -12,11 +13,10 @@ from torch import Tensor
 from moet.kernels import row_attention
 from moet.kernels.attention import Sink, WindowKeys
 from moet.kernels.quant import Activations
-from moet.kernels.stream_gemm import Launcher, pointer
+from moet.kernels.stream_gemm import Launcher
+from moet.kernels.window_arguments import WIDTH, window_arguments
 
-HEADS, WIDTH, ROPE = 64, 512, 64
 THREADS = 384
-LOG2E = 1.4426950408889634
 MAX_CHOSEN = 512  # entries of a row, which wait in shared memory
 SHARED_BYTES = 1024 + 3 * 64 * 2 * WIDTH + 4 * MAX_CHOSEN  # barriers, queries, two tiles of keys
 
@@ -58,38 +58,15 @@ def attend_chunk(
     out = torch.empty_like(q)
     if len(q) == 0:
         return out
-    rows, window, chunk = keys.rows, keys.window, keys.chunk
-    entries, selected = keys.entries, keys.selected
-    assert chunk is not None
-    assert q.shape[1:] == (HEADS, WIDTH)
-    assert q.is_contiguous()
-    assert selected is None or (selected.is_contiguous() and selected.shape[1] <= MAX_CHOSEN)
+    assert keys.chunk is not None
+    assert keys.selected is None or keys.selected.shape[1] <= MAX_CHOSEN
     args = AttendArgs(
-        q=q.data_ptr(),
-        sink=sink.data_ptr(),
-        window=window.pages.data_ptr(),
-        chunk=chunk.pages.data_ptr(),
-        entries=None if entries is None else entries.pages.data_ptr(),
-        selected=pointer(selected),
-        cos=cos.data_ptr(),
-        sin=sin.data_ptr(),
-        positions=rows.positions.data_ptr(),
-        starts=rows.starts.data_ptr(),
-        seq_slots=rows.seq_slots.data_ptr(),
-        page_rows=rows.page_rows.data_ptr(),
-        page_table=rows.page_table.data_ptr(),
+        **window_arguments(q, sink, keys, cos, sin, scale=scale),
+        chunk=keys.chunk.pages.data_ptr(),
+        starts=keys.rows.starts.data_ptr(),
         out=out.data_ptr(),
-        table_stride=rows.page_table.stride(0),
-        ring_bytes=window.form.page_bytes,
-        page_bytes=0 if entries is None else entries.form.page_bytes,
-        scale=scale * LOG2E,
-        rows=len(q),
-        chunk_entries=chunk.form.entries_per_page,
-        reach=keys.sliding_window,
-        ring=window.form.entries_per_page,
-        ratio=max(1, keys.ratio),
-        per_page=1 if entries is None else entries.form.entries_per_page,
-        top_k=0 if selected is None else selected.shape[1],
+        chunk_entries=keys.chunk.form.entries_per_page,
+        per_page=1 if keys.entries is None else keys.entries.form.entries_per_page,
     )
     launcher.launch(
         "attend_chunk",

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from moet.kernels.attention import WindowKeys
 from moet.kernels.quant import Activations
-from moet.kernels.stream_gemm import Launcher, pointer
+from moet.kernels.stream_gemm import Launcher
+from moet.kernels.window_arguments import HEADS, WIDTH, window_arguments
 
-HEADS, WIDTH, ROPE, KEYS = 64, 512, 64, 64
+KEYS = 64  # of a tile
 THREADS, JOIN_THREADS = 256, 128
-LOG2E = 1.4426950408889634
 MOST_TILES = 160  # of all rows; steps with more attend by Triton
 FILLING_TILES = 64  # up to so many, a tile's values are divided among programs
 PARTS = 4  # of a tile's values
@@ -73,10 +73,7 @@ def attend(
 ) -> Activations:
     """`window_attention_q` of rows that fit. q: [T, 64, 512] bf16."""
     num_rows, device = len(q), q.device
-    rows, window, entries, selected = keys.rows, keys.window, keys.entries, keys.selected
-    assert q.shape[1:] == (HEADS, WIDTH)
-    assert q.is_contiguous()
-    assert selected is None or selected.is_contiguous()
+    entries, selected = keys.entries, keys.selected
     window_tiles, entry_tiles = tiles_of(keys)
     tiles = window_tiles + entry_tiles
     parts = PARTS if num_rows * tiles <= FILLING_TILES else 1
@@ -86,36 +83,17 @@ def attend(
     shape = num_rows * num_groups, HEADS * WIDTH // num_groups
     codes = torch.empty(shape, dtype=torch.uint8, device=device)
     scales = torch.empty((shape[0], shape[1] // 128), dtype=torch.float32, device=device)
-    num_pages = rows.page_table.shape[1]
+    num_pages = keys.rows.page_table.shape[1]
     args = RowsArgs(
-        q=q.data_ptr(),
-        sink=sink.data_ptr(),
-        window=window.pages.data_ptr(),
-        entries=None if entries is None else entries.pages.data_ptr(),
-        selected=pointer(selected),
-        cos=cos.data_ptr(),
-        sin=sin.data_ptr(),
-        positions=rows.positions.data_ptr(),
-        seq_slots=rows.seq_slots.data_ptr(),
-        page_rows=rows.page_rows.data_ptr(),
-        page_table=rows.page_table.data_ptr(),
+        **window_arguments(q, sink, keys, cos, sin, scale=scale),
         part_acc=part_acc.data_ptr(),
         part_sum=part_sum.data_ptr(),
         codes=codes.data_ptr(),
         scales=scales.data_ptr(),
-        table_stride=rows.page_table.stride(0),
-        ring_bytes=window.form.page_bytes,
-        page_bytes=0 if entries is None else entries.form.page_bytes,
-        scale=scale * LOG2E,
-        rows=num_rows,
         tiles=tiles,
         window_tiles=window_tiles,
         parts=parts,
-        reach=keys.sliding_window,
-        ring=window.form.entries_per_page,
-        ratio=max(1, keys.ratio),
         page_bits=0 if entries is None else entries.form.entries_per_page.bit_length() - 1,
-        top_k=0 if selected is None else selected.shape[1],
         blocks=WIDTH // 64 // parts,
         pages=num_pages,
     )

@@ -17,7 +17,7 @@ from moet.kernels.mla_cache import Fp8IndexKeys
 from moet.kernels.quant import Activations
 from moet.kernels.triton_common import (
     CODED_ROWS,
-    as_here,
+    all_here,
     begin,
     e4m3_codes,
     e4m3_exponent,
@@ -116,9 +116,7 @@ def few_of(
             at = (head * (N // 64) + n // 64) * (K // 64) + b * INPUTS // 64
             factors = factors + (tl.load(scales + at),)
     tl.debug_barrier()  # or the compiler would ask for one after the other
-    here = ()
-    for b in tl.static_range(K // INPUTS):
-        here = here + (as_here(weights[b], OVERLAP),)
+    here = all_here(weights, K // INPUTS, OVERLAP)
     begin(OVERLAP)
     x_at = x + head * x_head + t.to(tl.int64)[None, :] * x_row + k[:, None]
     values = ()

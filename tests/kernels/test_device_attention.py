@@ -11,9 +11,10 @@ from torch import Tensor
 from moet.kernels import row_attention
 from moet.kernels.attention import WindowKeys, window_attention, window_attention_q
 from moet.kernels.cache import Fp8Rows
-from moet.kernels.device_attention import HEADS, ROPE, WIDTH, attend_chunk
+from moet.kernels.device_attention import attend_chunk
 from moet.kernels.rope import rope_cos_sin
 from moet.kernels.rows import Rows
+from moet.kernels.window_arguments import HEADS, ROPE, WIDTH
 from tests.kernels import emulation
 from tests.kernels.accelerated.world import filled, make_rows, paged, ringed
 from tests.kernels.emulation import Emulator

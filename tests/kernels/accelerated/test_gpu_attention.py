@@ -9,14 +9,26 @@ from moet.kernels import device_latents, row_attention, triton_attention, triton
 from moet.kernels.attention import WindowKeys
 from moet.kernels.cache import Fp8Rows
 from moet.kernels.cubin import device_arch
-from moet.kernels.device_attention import HEADS, ROPE, WIDTH, attend_chunk
+from moet.kernels.device_attention import attend_chunk
 from moet.kernels.device_gemm import Device
 from moet.kernels.mla_cache import Fp8LatentRows, Nvfp4LatentRows
 from moet.kernels.rope import rope_cos_sin
+from moet.kernels.rows import Rows
+from moet.kernels.window_arguments import HEADS, ROPE, WIDTH
 from tests.kernels.accelerated.conftest import INTERPRETED
 from tests.kernels.accelerated.world import filled, make_rows, paged, ringed
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="emulation tests it on a CPU")
+
+
+def choices(rows: Rows, ratio: int, most: int) -> torch.Tensor:
+    """[rows, most] int32: entries that each row sees, at random and ascending, then -1."""
+    device = rows.positions.device
+    chosen = torch.full((len(rows.positions), most), -1, dtype=torch.int32, device=device)
+    for row, visible in enumerate(rows.visible(ratio).tolist()):
+        some = torch.randperm(visible, device=device)[:most].sort().values
+        chosen[row, : len(some)] = some.int()
+    return chosen
 
 
 @pytest.mark.parametrize("kind", ["window", "every", "few", "chosen"])
@@ -31,10 +43,7 @@ def test_chunks_have_the_bits_of_tiles(kind: str, device: torch.device) -> None:
     entries = None if ratio == 0 else paged(Fp8Rows(WIDTH - ROPE, ROPE, 256 // ratio), rows)
     selected = None
     if kind == "chosen":
-        selected = torch.full((num, 128), -1, dtype=torch.int32, device=device)
-        for row, visible in enumerate(rows.visible(ratio).tolist()):
-            some = torch.randperm(visible, device=device)[:128].sort().values
-            selected[row, : len(some)] = some.int()
+        selected = choices(rows, ratio, 128)
     args = (
         4 * torch.randn(num, HEADS, WIDTH, device=device).bfloat16(),
         torch.randn(HEADS, device=device),
@@ -96,10 +105,7 @@ def test_few_rows_have_the_bits_of_tiles(
         entries = None if ratio == 0 else paged(Fp8Rows(WIDTH - ROPE, ROPE, 256 // ratio), rows)
         selected = None
         if kind == "chosen":
-            selected = torch.full((num, 128), -1, dtype=torch.int32, device=device)
-            for row, visible in enumerate(rows.visible(ratio).tolist()):
-                some = torch.randperm(visible, device=device)[:128].sort().values
-                selected[row, : len(some)] = some.int()
+            selected = choices(rows, ratio, 128)
         q, sink = 4 * torch.randn(num, HEADS, WIDTH, device=device).bfloat16(), torch.randn(HEADS)
         keys = WindowKeys(rows, ring, None, entries, selected, 128, ratio)
         angles = rope_cos_sin(rows.positions, torch.rand(ROPE // 2, device=device))
@@ -124,10 +130,7 @@ def test_latents_have_the_bits_of_tiles(
     rows.page_rows[-3:] = len(rows.page_table)
     rows = replace(rows, page_table=torch.cat((rows.page_table, nowhere)))
     num = len(rows.positions)
-    selected = torch.full((num, 512), -1, dtype=torch.int32, device=device)
-    for row, visible in enumerate(rows.visible(1).tolist()):
-        some = torch.randperm(visible, device=device)[:512].sort().values
-        selected[row, : len(some)] = some.int()
+    selected = choices(rows, 1, 512)
     query = 4 * torch.randn(num, heads, 576, device=device).bfloat16()
     args = query, paged(form, rows), selected, rows
     wanted = triton_mla_attention.attend_selected(
