@@ -8,19 +8,36 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from moet.kernels import decode_experts, paired_experts, prefill_gemm
+from moet.kernels import (
+    decode_experts,
+    device_choice,
+    paired_experts,
+    prefill_gemm,
+    row_attention,
+    short_stream,
+)
+from moet.kernels.attention import WindowKeys
 from moet.kernels.build import VARIANTS
+from moet.kernels.cache import Fp8Rows
 from moet.kernels.cubin import Kernels
 from moet.kernels.decode_experts import Router
+from moet.kernels.device_gemm import Device
+from moet.kernels.device_streams import MixMatrix
+from moet.kernels.hyper_connection import Logits, Site, balanced, hc_pass
 from moet.kernels.layout import ExpertRows, Mxfp4Rows, W2Rows
 from moet.kernels.nvfp4_rows import Nvfp4Rows
+from moet.kernels.quant import plain_values
+from moet.kernels.rope import rope_cos_sin
 from moet.kernels.stream_experts import ExpertPool, SharedExpert, Work, combine, quantise
 from moet.kernels.stream_gemm import StreamLinear, Workspace
+from moet.kernels.window_arguments import HEADS, ROPE, WIDTH
+from tests.kernels.accelerated.world import make_rows, paged, ringed
 
 EXPERTS, TOKENS, HIDDEN, INTERMEDIATE = 3, 20, 256, 128
 
@@ -150,6 +167,73 @@ def pairs(kernels: Kernels, error: Tensor, kind: type[ExpertRows], t: int) -> No
     same(kernels, error, found.add(), expected)
 
 
+def short(kernels: Kernels, error: Tensor, n: int, k: int) -> None:
+    """A product of three rows whose slices a cluster sums, or that has one, against the stream."""
+    weight = torch.randn(n, k).to(torch.float8_e4m3fn)
+    linear = StreamLinear.fp8(weight, torch.full((n // 128, k // 128), 2.0**-4)).to("cuda")
+    space = Workspace(
+        torch.empty(64 * 3 * n, device="cuda"), torch.zeros(4096, dtype=torch.int32).cuda()
+    )
+    codes, scale = quantise(kernels, torch.randn(3, k).bfloat16().cuda())
+    found = short_stream.multiply(kernels, linear, codes, scale, error=error)
+    if found is None:
+        raise SystemExit("no short kernel")
+    same(kernels, error, found, linear(kernels, codes, scale, error=error, workspace=space))
+
+
+def choice(kernels: Kernels, error: Tensor) -> None:
+    """A cluster's choice against sorting."""
+    scores = torch.randn(2, 4096)
+    best = scores.sort(descending=True, stable=True).indices[:, :512].sort().values.int()
+    found = torch.empty(2, 512, dtype=torch.int32).cuda()
+    positions = torch.full((2,), 4 * 4096 + 3).cuda()
+    device_choice.run(kernels, scores.cuda(), positions, found, ratio=4)
+    same(kernels, error, found, best)
+
+
+def rows(kernels: Kernels, error: Tensor) -> None:
+    """Attention of three rows against that of each alone."""
+    every = make_rows([(700, 703)], short=True, device=torch.device("cuda"))
+    ring = ringed(Fp8Rows(WIDTH - ROPE, ROPE, 130), every)
+    entries = paged(Fp8Rows(WIDTH - ROPE, ROPE, 64), every)
+    q, sink = torch.randn(3, HEADS, WIDTH).bfloat16().cuda(), torch.randn(HEADS).cuda()
+    cos, sin = rope_cos_sin(every.positions, torch.rand(ROPE // 2).cuda())
+
+    def attend(some: slice) -> Tensor:
+        own = {
+            name: getattr(every, name)[some]
+            for name in ("positions", "starts", "ends", "seq_slots", "page_rows")
+        }
+        keys = WindowKeys(replace(every, **own), ring, None, entries, None, 128, 4)
+        given = q[some], sink, keys, cos[some], sin[some]
+        return row_attention.attend(kernels, *given, scale=WIDTH**-0.5, num_groups=8).codes
+
+    alone = torch.cat([attend(slice(i, i + 1)) for i in range(3)])
+    same(kernels, error, attend(slice(3)), alone)
+
+
+def streams(kernels: Kernels, error: Tensor) -> None:
+    """Passes of hyper-connections: rows told by a grid, in clusters, in tiles."""
+    dim, most = 4096, 40
+    device = Device.around(kernels, kernels.arch, "cuda")
+    fn, base = torch.randn(24, 4 * dim).cuda() * 0.02, torch.randn(24).cuda()
+    scale, weight = torch.ones(3).cuda(), torch.randn(dim).cuda()
+    site = Site(MixMatrix(fn, device), base, scale, weight, 1e-6, 1e-6, 20)
+    y, held = torch.randn(most, dim).bfloat16().cuda(), torch.randn(most, 4, dim).bfloat16().cuda()
+    post, mix = torch.rand(most, 4).cuda(), (torch.rand(most, 4, 4) / 4).cuda()
+    run = hc_pass.bind(arch=kernels.arch, mult=4, dim=dim, placed=True)
+
+    def values(some: slice) -> Tensor:
+        made = run(y[some], held[some], post[some], mix[some], site)
+        torch.zeros(1, device="cuda")  # what the next pass reads ahead of its wait is older
+        parts = [balanced(x) if isinstance(x, Logits) else plain_values(x) for x in made]
+        return torch.cat([part.float().flatten(1) for part in parts], 1)
+
+    whole = values(slice(most))
+    for count in (1, 3, 9):
+        same(kernels, error, values(slice(count)), whole[:count])
+
+
 CASES: dict[str, Callable[[Kernels, Tensor], None]] = {
     "w2": partial(experts, kind=W2Rows),
     "mxfp4": partial(experts, kind=Mxfp4Rows),
@@ -160,6 +244,11 @@ CASES: dict[str, Callable[[Kernels, Tensor], None]] = {
     "pairs": partial(pairs, kind=W2Rows, t=8),
     "listed": partial(pairs, kind=W2Rows, t=3),
     "few": partial(pairs, kind=Nvfp4Rows, t=3),
+    "short": partial(short, n=128, k=2048),
+    "short whole": partial(short, n=1024, k=512),
+    "choice": choice,
+    "rows": rows,
+    "streams": streams,
 }
 
 

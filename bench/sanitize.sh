@@ -3,19 +3,20 @@
 #
 # Runs the debug flavour of the cubins (build/cubins-debug, made here if it is not there), whose kernels
 # trap where they find an error, and whose warps leave a stage lane by lane, which racecheck can follow.
-# Ends within about 100 s. Exits 1 if a tool reports anything; the logs lie in OUT.
+# Ends within about 150 s. Exits 1 if a tool reports anything; the logs lie in OUT.
 set -u
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 out=${1:-build/sanitize}
 mkdir -p "$out"
 if [ ! -f build/cubins-debug/MANIFEST.json ]; then
-  $python -m moet.kernels.build --debug --arch sm90a moe stream_gemm moe_decode moe_pair prefill_gemm || exit 1
+  $python -m moet.kernels.build --debug --arch sm90a moe stream_gemm moe_decode moe_pair prefill_gemm \
+    short_stream choose_entries row_attention hyper_connection || exit 1
 fi
 failed=0
 for tool in memcheck racecheck synccheck; do
   start=$SECONDS
-  timeout 40 compute-sanitizer --tool $tool --report-api-errors no --print-limit 20 --error-exitcode 9 \
+  timeout 60 compute-sanitizer --tool $tool --report-api-errors no --print-limit 20 --error-exitcode 9 \
     $python -m bench.sanitize >"$out/$tool.log" 2>&1
   code=$?
   [ $code -eq 0 ] || failed=1
