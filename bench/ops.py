@@ -137,7 +137,6 @@ def stream_variants() -> list[dict[str, Any]]:
         ("TILED_ROWS", 16),
         ("TILED_ROWS", 256),
         ("STEP_GROUPS", 8),
-        ("TILE_PASS", 64),
     ]
     found = []
     for constant, value in tried:

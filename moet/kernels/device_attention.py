@@ -12,17 +12,22 @@ from torch import Tensor
 
 from moet.kernels import row_attention
 from moet.kernels.attention import Sink, WindowKeys
-from moet.kernels.quant import Activations
-from moet.kernels.stream_gemm import Launcher
-from moet.kernels.window_arguments import WIDTH, window_arguments
+from moet.kernels.device_gemm import STREAM_ROWS
+from moet.kernels.prefill_gemm import Tiles
+from moet.kernels.quant import FP8_BLOCK, Activations
+from moet.kernels.stream_gemm import Launcher, pointer
+from moet.kernels.window_arguments import HEADS, WIDTH, window_arguments
 
 THREADS = 384
 MAX_CHOSEN = 512  # entries of a row, which wait in shared memory
-SHARED_BYTES = 1024 + 3 * 64 * 2 * WIDTH + 4 * MAX_CHOSEN  # barriers, queries, two tiles of keys
+TILE_ROWS = 128  # tokens of a tile of the output
+WEIGHED_BYTES = 5 * 16 * 128  # what is known of a weighed tile
+# Barriers; queries and two tiles of keys; what was chosen.
+SHARED_BYTES = 1024 + 3 * 64 * 2 * WIDTH + 4 * MAX_CHOSEN + 2 * WEIGHED_BYTES
 
 POINTERS = (
     "q sink window chunk entries selected cos sin positions starts seq_slots page_rows page_table "
-    "out"
+    "codes scales"
 )
 
 
@@ -32,7 +37,7 @@ class AttendArgs(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("table_stride", "ring_bytes", "page_bytes")),
         ("scale", ctypes.c_float),
         *((name, ctypes.c_int) for name in ("rows", "chunk_entries", "reach", "ring", "ratio")),
-        *((name, ctypes.c_int) for name in ("per_page", "top_k")),
+        *((name, ctypes.c_int) for name in ("page_bits", "top_k", "group_heads")),
     ]
 
 
@@ -44,6 +49,20 @@ class PlacedSink:
     launcher: Launcher
 
 
+def _output(num_rows: int, num_groups: int, tiled: bool, device: torch.device) -> Activations:
+    """Room for what a chunk's attention makes."""
+    width, row_groups = HEADS * WIDTH // num_groups, num_rows * num_groups
+    chunks = width // FP8_BLOCK
+    if tiled:
+        shape = num_groups * -(-num_rows // TILE_ROWS), chunks, TILE_ROWS * (FP8_BLOCK + 4)
+        data = torch.empty(shape, dtype=torch.uint8, device=device)
+        return Activations(None, tiles=Tiles(data, width, TILE_ROWS, row_groups))
+    codes = torch.empty(row_groups, width, dtype=torch.uint8, device=device)
+    return Activations(
+        None, codes, torch.empty(row_groups, chunks, dtype=torch.float32, device=device)
+    )
+
+
 def attend_chunk(
     launcher: Launcher,
     q: Tensor,
@@ -53,29 +72,38 @@ def attend_chunk(
     sin: Tensor,
     *,
     scale: float,
-) -> Tensor:
-    """`window_attention` where the step's own rows are in a chunk. q: [T, 64, 512] bf16."""
-    out = torch.empty_like(q)
-    if len(q) == 0:
-        return out
+    num_groups: int,
+    tiled: bool,
+) -> Activations:
+    """`window_attention_q` where the step's own rows are in a chunk. q: [T, 64, 512] bf16.
+
+    tiled: as tiles of a group's rows, in the order of `Device.group_work`; otherwise as codes.
+    """
+    num_rows, made = len(q), _output(len(q), num_groups, tiled, q.device)
+    if num_rows == 0:
+        return made
     assert keys.chunk is not None
     assert keys.selected is None or keys.selected.shape[1] <= MAX_CHOSEN
+    places = 1 if keys.entries is None else keys.entries.form.entries_per_page
+    assert places.bit_count() == 1
     args = AttendArgs(
         **window_arguments(q, sink, keys, cos, sin, scale=scale),
         chunk=keys.chunk.pages.data_ptr(),
         starts=keys.rows.starts.data_ptr(),
-        out=out.data_ptr(),
+        codes=pointer(made.tiles.data if made.tiles else made.codes),
+        scales=pointer(made.scale),
         chunk_entries=keys.chunk.form.entries_per_page,
-        per_page=1 if keys.entries is None else keys.entries.form.entries_per_page,
+        page_bits=places.bit_length() - 1,
+        group_heads=HEADS // num_groups,
     )
     launcher.launch(
         "attend_chunk",
-        grid=min(len(q), launcher.num_sms),
+        grid=min(num_rows, launcher.num_sms),
         threads=THREADS,
         shared_bytes=SHARED_BYTES,
         args=args,
     )
-    return out
+    return made
 
 
 def window_attention_q(
@@ -99,5 +127,14 @@ def window_attention_q(
         return triton_attention.window_attention_q(
             q, sink.values, keys, cos, sin, scale=scale, num_groups=num_groups
         )
-    out = attend_chunk(sink.launcher, q, sink.values, keys, cos, sin, scale=scale)
-    return Activations(out.view(len(q) * num_groups, -1))
+    return attend_chunk(
+        sink.launcher,
+        q,
+        sink.values,
+        keys,
+        cos,
+        sin,
+        scale=scale,
+        num_groups=num_groups,
+        tiled=len(q) > STREAM_ROWS,
+    )

@@ -345,7 +345,7 @@ def multiply_groups(x: Tensor | Activations, weight: PackedGroups) -> Tensor:
         weight.fill(args, work, num_rows)
         args.out, args.ld_out = out.data_ptr(), out.stride(0)
         if tiled:
-            _prefill_groups(args, x.plain(), weight, work)
+            _prefill_groups(args, x, weight, work)
         else:
             _stream_groups(args, x, weight, work, rows)
     return out.view(num_tokens, num_groups, weight.out_features)
@@ -380,7 +380,7 @@ def _stream_groups(
     run(device.launcher, instance, args, items=len(work.entries) * args.tiles * slices)
 
 
-def _prefill_groups(args: StreamArgs, x: Tensor, weight: PackedGroups, work: Work) -> None:
+def _prefill_groups(args: StreamArgs, x: Activations, weight: PackedGroups, work: Work) -> None:
     launcher = weight.device.launcher
-    tiles = prefill_gemm.make_tiles(launcher, x, work=work)
+    tiles = x.tiles or prefill_gemm.make_tiles(launcher, x.plain(), work=work)
     prefill_gemm.run_groups(launcher, args, tiles)

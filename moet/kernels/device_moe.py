@@ -6,6 +6,7 @@ Few rows stream the weights, many share tiles; both give a row the same bits. Kn
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -117,33 +118,42 @@ def moe(
         readable = x.num_rows <= device_streams.MIXED_ROWS and router.top_k <= MAX_CHOICES
         return few if on_read and readable else few.add()
     if x.num_rows > device_gemm.STREAM_ROWS:
-        return _many(layer, pool)
+        many = _many(layer, pool)
+        return many if on_read and device_streams.mixes_on_read(device, many) else many.add()
     layer = layer.coded()
     if device.beside is not None and expert is not None and type(table) is ExpertTable:
         return _beside(layer, pool)
     return _some(layer, pool)
 
 
-def _many(layer: _Layer, pool: ExpertPool) -> Tensor:
+def _many(layer: _Layer, pool: ExpertPool) -> Mixture:
     """For rows enough to share tiles."""
     device, table = layer.device, layer.table
     expert_ids, weights = layer.route()
     table.prepare(expert_ids)  # what has to come does so while the shared expert runs
     dense = _shared(layer, device)
     table.join()
-    return prefill_gemm.mixture(
+    parts = prefill_gemm.routed(
         device.launcher,
         pool,
         layer.x.plain(),
         expert_ids,
-        weights,
         table.slot_of,
+        pair_weight=layer.inner(weights),
         limit=layer.limit,
         error=device.error,
-        weigh_output=layer.weigh_output,
+    )
+    outer = weights if layer.weigh_output else None
+    add = partial(
+        stream_experts.combine,
+        device.launcher,
+        parts,
+        top_k=layer.router.top_k,
+        weights=outer,
         shared=dense,
         dtype=torch.bfloat16,
     )
+    return Mixture(parts, dense, outer, expert_ids, add)
 
 
 def _some(layer: _Layer, pool: ExpertPool) -> Tensor:

@@ -19,13 +19,16 @@ from moet.kernels.stream_gemm import pointer
 MULT, BLOCK, PARTS = 4, 128, 32
 MAX_DIM = 4096
 FUSED_ROWS = 4  # of one launch; a row's last CTA finishes it alone, so more rows get another
-MIXED_ROWS = 4  # up to here the experts' outputs are summed on their way in
+MIXED_ROWS = 4  # up to here the experts' outputs are summed on their way in, see mixes_on_read
 CODED_ROWS = 256  # steps of more rows are multiplied in tiles that round their inputs themselves
 TILED_ROWS = 64  # beyond, a CTA has rows enough to read its part of fn only once
 STEP_THREADS, TILE_THREADS = 288, 256
-STEP_SHARED, TILE_SHARED = (9 * PARTS + 4) * 4, 24 * MULT * BLOCK * 4
+STEP_SHARED = (9 * PARTS + 4) * 4
 STEP_GROUPS = 4  # of rows, which read the weights once each
-TILE_PASS = 32  # rows that the warps of a CTA take at once
+TILE_PASS = {"sm90a": 48, "sm120a": 32}  # rows that the warps of a CTA take at once
+TILE_SHARED = 24 * MULT * BLOCK * 4  # and for each of those rows
+TILE_ROW_SHARED = (MULT + 1) * (BLOCK * 2 + 16)  # streams and y, gates
+MIXED_TILE_SHARED = TILE_PASS["sm90a"] * MAX_CHOICES * BLOCK * 2 + 8 * 32  # parts, ids: more
 CLUSTER_CTAS, CLUSTER_DIM, CLUSTER_SHARED = 16, 4096, 4096  # of a row, on sm90a
 TELL_THREADS, TELL_SHARED = 256, 35072  # of a row alone, whose parts one CTA is told
 
@@ -62,7 +65,7 @@ class MixMatrix:
 class Pending:
     """What is not in the streams yet: y [n, dim] of a sublayer, its post [n, 4], mix [n, 4, 4].
 
-    y may be a mixture's parts, of at most MIXED_ROWS rows."""
+    y may be a mixture's parts."""
 
     y: Tensor | Mixture
     post: Tensor
@@ -133,8 +136,9 @@ def collapse(
     )
     if pending is not None:
         given = pending.y
+        if isinstance(given, Mixture) and not mixes_on_read(site.fn.device, given):
+            given = given.add()
         if isinstance(given, Mixture):
-            assert num_rows <= MIXED_ROWS
             _fill(args, given)
         else:
             y = given.contiguous()
@@ -150,8 +154,16 @@ def collapse(
     return mixed, made, post, Logits(mix, partial(_balance, mix, site))
 
 
+def mixes_on_read(device: Device, mixture: Mixture) -> bool:
+    """Whether a pass sums a mixture itself: of few rows, or of tiles where a CTA has room for the
+    parts."""
+    (num_rows, dim), tiled = mixture.shared.shape, device.arch == "sm90a"
+    if dim > MAX_DIM or mixture.top_k > MAX_CHOICES:
+        return False
+    return num_rows <= MIXED_ROWS or (tiled and num_rows > TILED_ROWS and mixture.weights is None)
+
+
 def _fill(args: StreamsArgs, mixture: Mixture) -> None:
-    assert mixture.top_k <= MAX_CHOICES
     args.parts, args.shared = mixture.parts.data_ptr(), mixture.shared.data_ptr()
     args.part_weights, args.top_k = pointer(mixture.weights), mixture.top_k
     args.expert_ids = mixture.expert_ids.data_ptr()
@@ -175,10 +187,14 @@ def _launch(device: Device, args: StreamsArgs) -> None:
         name = _step_kernel(args)
         launcher.launch(name, grid=grid, threads=STEP_THREADS, shared_bytes=STEP_SHARED, args=args)
     else:
-        args.rows_each = _tile_rows(args.rows, blocks, launcher.num_sms)
-        grid = (blocks, -(-args.rows // args.rows_each))
+        tile_pass, mixed = TILE_PASS[device.arch], bool(args.parts)
+        args.rows_each = _tile_rows(args.rows, tile_pass, blocks, launcher.num_sms)
         launcher.launch(
-            "streams_tiles", grid=grid, threads=TILE_THREADS, shared_bytes=TILE_SHARED, args=args
+            "streams_tiles_mixed" if mixed else "streams_tiles",
+            grid=(blocks, -(-args.rows // args.rows_each)),
+            threads=TILE_THREADS,
+            shared_bytes=TILE_SHARED + tile_pass * TILE_ROW_SHARED + mixed * MIXED_TILE_SHARED,
+            args=args,
         )
     if not fused:
         launcher.launch(
@@ -242,8 +258,7 @@ def _step_kernel(args: StreamsArgs) -> str:
     return "streams_step_mixed" if args.parts else "streams_step"
 
 
-def _tile_rows(num_rows: int, blocks: int, num_sms: int) -> int:
-    """Rows of a CTA: whole passes, as many as leave every SM a few CTAs."""
-    passes = -(-num_rows // TILE_PASS)
-    groups = max(1, 4 * num_sms // blocks)
-    return max(1, min(8, passes // groups)) * TILE_PASS
+def _tile_rows(num_rows: int, tile_pass: int, blocks: int, num_sms: int) -> int:
+    """Rows of a CTA: whole passes, as many as give every SM one CTA."""
+    passes = -(-num_rows // tile_pass)
+    return -(-passes // max(1, num_sms // blocks)) * tile_pass

@@ -65,13 +65,14 @@ class Tiles:
     """Activations cut into tiles, as the kernel's copies take them.
 
     data: uint8 [tiles, chunks, rows * 132]: the fp32 scales of a chunk's rows, then their e4m3
-    bytes; for bf16 [tiles, chunks, rows * 128], without scales. Rows past a tile's end are not
-    written, except up to a multiple of 8.
+    bytes; for bf16 [tiles, chunks, rows * 128], without scales. Rows past a tile's end may be
+    anything. num_rows: of the activations.
     """
 
     data: Tensor
     k: int
     rows: int
+    num_rows: int
 
 
 def tile_rows(launcher: Launcher) -> int:
@@ -181,7 +182,7 @@ def make_tiles(
             shared_bytes=0,
             args=args,
         )
-    return Tiles(data, k, rows)
+    return Tiles(data, k, rows, num_rows)
 
 
 def _shared_bytes(launcher: Launcher, name: str, rows: int, waiting: int) -> int:
@@ -350,19 +351,36 @@ def mixture(
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """`ExpertPool.mixture` for a prefill chunk: the same bits, weights read once per tile."""
+    inner, outer = (None, weights) if weigh_output else (weights, None)
+    parts = routed(
+        launcher, pool, x, expert_ids, slot_of, pair_weight=inner, limit=limit, error=error
+    )
+    top_k = expert_ids.shape[1]
+    return combine(launcher, parts, top_k=top_k, weights=outer, shared=shared, dtype=dtype)
+
+
+def routed(
+    launcher: Launcher,
+    pool: ExpertPool,
+    x: Tensor,
+    expert_ids: Tensor,
+    slot_of: Tensor,
+    *,
+    pair_weight: Tensor | None,
+    limit: float | None,
+    error: Tensor,
+) -> Tensor:
+    """What `mixture` sums: [T * top_k, D] bf16, of a token's choices in order."""
     top_k, codec, rows = expert_ids.shape[1], codec_of(pool.format), None
     if _few(launcher, codec, expert_ids.numel(), slot_of.shape[0]):
         rows = FEW_ROWS
     work = plan_chunk(launcher, expert_ids, slot_of, rows or entry_rows(launcher, codec))
-    inner, outer = (None, weights) if weigh_output else (weights, None)
     tiles = make_tiles(launcher, x, work=work, top_k=top_k, rows=rows)
-    h = gate_up(launcher, pool, tiles, work, pair_weight=inner, limit=limit, error=error)
+    h = gate_up(launcher, pool, tiles, work, pair_weight=pair_weight, limit=limit, error=error)
     del tiles  # each of these is as large as a chunk's hidden states many times over
     h_tiles = make_tiles(launcher, h, work=work, rows=rows)
     del h
-    parts = down(launcher, pool, h_tiles, work, error=error)
-    del h_tiles
-    return combine(launcher, parts, top_k=top_k, weights=outer, shared=shared, dtype=dtype)
+    return down(launcher, pool, h_tiles, work, error=error)
 
 
 def shared_expert(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,9 @@ from moet.kernels.nvfp4 import (
 from moet.kernels.registry import op
 from moet.kernels.scalars import scalar
 
+if TYPE_CHECKING:
+    from moet.kernels.prefill_gemm import Tiles
+
 MXFP4_BLOCK = 32
 FP8_BLOCK = 128  # inputs that share an activation scale
 _MANTISSA_BITS = 23  # of fp32
@@ -37,14 +41,18 @@ class Activations:
 
     values: [T, K] fp32 or bf16; None if only the codes were made. codes: [T, K] uint8, e4m3 in the
     order of layout.to_mma_order. scale: [T, ceil(K / 128)] fp32, powers of two, as fp8_encode's.
+    tiles: both as the product of many rows takes them, in place of all others.
     """
 
     values: Tensor | None
     codes: Tensor | None = None
     scale: Tensor | None = None
+    tiles: Tiles | None = None
 
     @property
     def num_rows(self) -> int:
+        if self.tiles is not None:
+            return self.tiles.num_rows
         known = self.values if self.codes is None else self.codes
         assert known is not None
         return known.shape[0]

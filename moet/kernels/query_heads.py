@@ -38,7 +38,8 @@ def _heads_fit(*, arch: str, head_dim: int, rope_dim: int, index_dim: int, quant
     """index_dim: 0 without an indexer."""
     index_fits = index_dim == 0 or (quantised and index_dim in (32, 64, 128))
     power_of_two = head_dim & (head_dim - 1) == 0
-    return arch in GPU_ARCHS and power_of_two and rope_dim % 2 == 0 and index_fits
+    in_one_half = rope_dim % 2 == 0 and 2 * rope_dim <= head_dim
+    return arch in GPU_ARCHS and power_of_two and in_one_half and index_fits
 
 
 @query_heads.impl("triton", supports=_heads_fit)

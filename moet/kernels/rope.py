@@ -82,7 +82,8 @@ def norm_rope_heads(q: Tensor, cos: Tensor, sin: Tensor, *, num_heads: int, eps:
 
 def _pairs_fit(*, arch: str, head_dim: int, rope_dim: int) -> bool:
     power_of_two = head_dim & (head_dim - 1) == 0
-    return arch in GPU_ARCHS and power_of_two and rope_dim % 2 == 0
+    in_one_half = rope_dim % 2 == 0 and 2 * rope_dim <= head_dim
+    return arch in GPU_ARCHS and power_of_two and in_one_half
 
 
 norm_rope_heads.impl_in("moet.kernels.triton_rows", "triton", supports=_pairs_fit)

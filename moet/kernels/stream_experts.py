@@ -201,7 +201,8 @@ def combine(
     args.bf16 = dtype == torch.bfloat16
     many = tokens > FEW_TOKENS and dim % 8 == 0
     columns = 8 if many else 2  # of a thread
-    grid = min(-(-tokens * dim // (256 * columns)), 8 * launcher.num_sms)
+    ctas = 9 if many else 8  # of an SM: whole waves, as it holds 3 or 4 at once
+    grid = min(-(-tokens * dim // (256 * columns)), ctas * launcher.num_sms)
     if grid:
         name = "combine_many" if many else "combine_experts"
         launcher.launch(name, grid=grid, threads=256, shared_bytes=0, args=args)

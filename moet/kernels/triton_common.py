@@ -175,21 +175,6 @@ def load_rotation(cos_ptr, sin_ptr, row, DIM: tl.constexpr, ROPE: tl.constexpr):
 
 
 @triton.jit
-def load_turns(cos_ptr, sin_ptr, row, DIM: tl.constexpr, ROPE: tl.constexpr):
-    """How much a row's values and their partners in a pair count once it is turned, each [1, DIM].
-
-    Value d turns to d * first + (d ^ 1) * second: no values change places among threads, as they do
-    in rotate_pairs.
-    """
-    d = tl.arange(0, DIM)
-    turns = d >= DIM - ROPE
-    at = row * (ROPE // 2) + ((d - (DIM - ROPE)) >> 1)
-    cos = tl.load(cos_ptr + at, mask=turns, other=1.0)
-    sin = tl.load(sin_ptr + at, mask=turns, other=0.0)
-    return cos[None, :], tl.where((d & 1) == 1, sin, -sin)[None, :]
-
-
-@triton.jit
 def store_fp8_row(
     row,
     pages,

@@ -16,7 +16,6 @@ from moet.kernels.triton_common import (
     kernel,
     let_next,
     load_rotation,
-    load_turns,
     overlap,
     rotate_pairs,
     store_fp8_row,
@@ -24,9 +23,9 @@ from moet.kernels.triton_common import (
 )
 from moet.kernels.triton_index_queries import hadamard_matrix, index_query, prepare_heads
 
-HEADS_EACH = 8
+HEADS_EACH = 16  # of a program, of whose warps each has one
 INDEX_HEADS_EACH = 16
-QUERY_WARPS = 16  # of a program that brings a query's heads to unit size
+QUERY_WARPS = 16
 
 
 @kernel
@@ -38,6 +37,44 @@ def norm_row(x, weight, out, stride, eps, DIM: tl.constexpr, PAD: tl.constexpr, 
     if W:
         value = value * tl.load(weight + d, mask=d < DIM, other=0.0)
     tl.store(out + row * DIM + d, value.to(out.dtype.element_ty), mask=d < DIM)
+
+
+@triton.jit
+def unit_heads(
+    q,
+    cos_ptr,
+    sin_ptr,
+    out,
+    row,
+    first,
+    stride,
+    eps,
+    HEADS: tl.constexpr,
+    EACH: tl.constexpr,
+    DIM: tl.constexpr,
+    ROPE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Norm and rotation: EACH heads of a row from `first` on. A warp has whole heads and waits for
+    no other: half a head is what its lanes read at once, and a head's sum is that of its halves."""
+    HALF: tl.constexpr = DIM // 2
+    head = first + tl.arange(0, EACH)
+    at = head[:, None] * DIM + tl.arange(0, HALF)[None, :]
+    inside = (head < HEADS)[:, None]
+    # Where the angles lie, once for each head: so each lane reads those of its own values.
+    pair = tl.zeros([EACH, 1], tl.int32) + (tl.arange(0, HALF // 2) - (HALF - ROPE) // 2)[None, :]
+    turns = inside & (pair >= 0)
+    cos = tl.load(cos_ptr + row * (ROPE // 2) + pair, mask=turns, other=1.0)
+    sin = tl.load(sin_ptr + row * (ROPE // 2) + pair, mask=turns, other=0.0)
+    wait(OVERLAP)
+    x = q + row * stride + at
+    low = tl.load(x, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(x + HALF, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / DIM + eps)[:, None]
+    to = out + row * HEADS * DIM + at
+    tl.store(to, (low * factor).to(out.dtype.element_ty), mask=inside)
+    high = rotate_pairs((high * factor).to(out.dtype.element_ty).to(tl.float32), cos, sin)
+    tl.store(to + HALF, high.to(out.dtype.element_ty), mask=inside)
 
 
 @kernel
@@ -66,20 +103,9 @@ def norm_rope(
     part = tl.program_id(1)
     PARTS: tl.constexpr = (HEADS + EACH - 1) // EACH
     if part < PARTS:
-        first, second = load_turns(cos_ptr, sin_ptr, row, DIM, ROPE)
-        wait(OVERLAP)
-        head = part * EACH + tl.arange(0, EACH)
-        at = head[:, None] * DIM + tl.arange(0, DIM)[None, :]
-        inside = (head < HEADS)[:, None]
-        turns = inside & (tl.arange(0, DIM) >= DIM - ROPE)[None, :]
-        x = tl.load(q + row * stride + at, mask=inside, other=0.0).to(tl.float32)
-        other = tl.load(q + row * stride + (at ^ 1), mask=turns, other=0.0).to(tl.float32)
-        factor = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
-        x = (x * factor).to(out.dtype.element_ty).to(tl.float32)
-        other = (other * factor).to(out.dtype.element_ty).to(tl.float32)
-        # As in rotate_pairs: which product is rounded is not the compiler's choice.
-        x = tl.fma(x, tl.broadcast_to(first, [EACH, DIM]), other * second)
-        tl.store(out + row * HEADS * DIM + at, x.to(out.dtype.element_ty), mask=inside)
+        unit_heads(
+            q, cos_ptr, sin_ptr, out, row, part * EACH, stride, eps, HEADS, EACH, DIM, ROPE, OVERLAP
+        )
     elif INDEX_HEADS > 0:
         cos, sin = load_rotation(cos_ptr, sin_ptr, row, INDEX_DIM, ROPE)
         sign = hadamard_matrix(INDEX_DIM)

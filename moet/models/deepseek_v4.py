@@ -92,6 +92,7 @@ class HyperConnection:
         if residual.pending is None:
             return self._enter(residual.streams, self.site)
         y, post, mix = residual.pending
+        residual.pending = None  # a chunk's mixture is large
         residual.streams, x, post, mix = self._pass(y, residual.streams, post, mix, self.site)
         return x, post, mix
 

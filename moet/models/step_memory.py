@@ -89,7 +89,8 @@ def deepseek_v4_phases(config: DeepseekV4Config) -> tuple[Phase, ...]:
     held = streams + row + projected + latents
     groups = 2 * config.o_groups * config.o_lora_rank
     return (
-        Phase("streams", 0, 2 * streams + 3 * row),
+        # The experts' outputs, which a rank alone sums on their way in.
+        Phase("streams", config.num_experts_per_tok * row, 2 * streams + 3 * row),
         Phase("attention, queries", query + 2 * heads * dim, held + 2 * index + 2 * index),
         Phase("attention", 2 * query, held + 2 * index),
         Phase("attention, groups", 2 * query + coded(heads * dim) + groups, held + 2 * index),

@@ -21,6 +21,7 @@ from tests.kernels.emulation import Emulator
 
 # One key, and an old window with entries of several pages.
 PIECES = [(0, 1), (700, 702)]
+GROUPS = 8  # of heads, whose outputs a grouped product takes
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +37,11 @@ def chosen_by(rows: Rows, ratio: int) -> Tensor:
         some = torch.randperm(visible)[:128].sort().values
         selected[row, : len(some)] = some.int()
     return selected
+
+
+def rows_of_groups(x: Tensor | None, num: int) -> Tensor:
+    assert x is not None
+    return x.view(num, GROUPS, -1).transpose(0, 1)
 
 
 @pytest.mark.parametrize("kind", ["every", "chosen"])
@@ -56,10 +62,23 @@ def test_a_chunk_attends_as_its_reference_does(kind: str, launcher: Emulator) ->
         WindowKeys(rows, ring, chunk, entries, selected, 100, ratio),
         *rope_cos_sin(rows.positions, torch.rand(ROPE // 2)),
     )
-    want = window_attention(*args, scale=WIDTH**-0.5)
-    got = attend_chunk(launcher, *args, scale=WIDTH**-0.5)
-    error = (got.float() - want.float()).abs().max()
-    assert error <= window_attention.tolerance * want.float().abs().max(), float(error)
+    want = window_attention(*args, scale=WIDTH**-0.5).float()
+    facts = {"scale": WIDTH**-0.5, "num_groups": GROUPS}
+    got = attend_chunk(launcher, *args, **facts, tiled=False)
+    error = (got.decoded().view(want.shape) - want).abs().max()
+    assert error <= window_attention_q.tolerance * want.abs().max(), float(error)
+
+    tiles = attend_chunk(launcher, *args, **facts, tiled=True).tiles
+    assert tiles is not None
+    assert tiles.num_rows == num * GROUPS
+    for codes, scale, found in zip(
+        *(rows_of_groups(x, num) for x in (got.codes, got.scale)), tiles.data, strict=True
+    ):
+        for chunk in range(len(found)):  # of 128 columns
+            scales, pieces = found[chunk, :512].view(torch.float32), found[chunk, 512:]
+            pieces = pieces.view(16, 8, 8, 16).transpose(1, 2).reshape(128, 128)
+            assert torch.equal(scales[:num], scale[:, chunk])
+            assert torch.equal(pieces[:num], codes[:, chunk * 128 : (chunk + 1) * 128])
 
 
 @pytest.mark.parametrize("kind", ["window", "every", "chosen"])

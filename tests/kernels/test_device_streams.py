@@ -108,13 +108,17 @@ def test_entry_and_head_are_their_references(device: Device) -> None:
 def test_a_row_has_the_same_bits_in_any_company(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Alone in one launch, among a few, and in tiles that end within a pass."""
-    placed, (y, streams, post, mix) = on(device, site(24)), step(37)
+    """Alone in one launch, among a few, and in tiles whose last one ends within a pass."""
+    placed, (y, streams, post, mix) = on(device, site(24)), step(109)
     run = hc_pass.bind(arch=device.arch, dim=DIM, **FACTS)
-    few = run(y, streams, post, mix, placed)
-    monkeypatch.setattr(device_streams, "TILED_ROWS", 8)
-    many = run(y, streams, post, mix, placed)
-    for row in (0, 20, 36):
+    enter = hc_enter.bind(arch=device.arch, dim=DIM, **FACTS)
+    made = []
+    for border in (128, 8):
+        monkeypatch.setattr(device_streams, "TILED_ROWS", border)
+        made.append((run(y, streams, post, mix, placed), enter(streams, placed)))
+    (few, entered), (many, entered_tiled) = made
+    assert_same_bits(entered_tiled, entered)
+    for row in (0, 53, 108):
         own = slice(row, row + 1)
         alone = run(y[own], streams[own], post[own], mix[own], placed)
         for whole in (few, many):
@@ -143,6 +147,35 @@ def test_a_mixture_is_summed_on_its_way_in(
     found, wanted = (run(given, streams, post, mix, placed) for given in (mixture, y))
     assert_same_bits(found, wanted)
     assert (device.counters == 0).all()
+
+
+def test_a_mixture_of_many_rows_is_summed_by_tiles(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a CTA has room for the parts; by its maker elsewhere."""
+    monkeypatch.setattr(device_streams, "TILED_ROWS", 8)
+    placed, (_, streams, post, mix) = on(device, site(24)), step(109)
+    draw = torch.Generator().manual_seed(5)
+    parts = torch.randn(109, 5, DIM, generator=draw).bfloat16()
+    shared = torch.randn(109, DIM, generator=draw).bfloat16()
+    ids = torch.arange(5 * 109).view(109, 5)
+    ids[3, 0] = -1  # a row without parts
+    total = torch.zeros(109, DIM)
+    for k in range(5):
+        total += parts[:, k].float()
+    total[3] = 0
+    y = (total + shared.float()).bfloat16()
+    asked = []
+
+    def add() -> Tensor:
+        asked.append(y)
+        return y
+
+    mixture = Mixture(parts.view(-1, DIM), shared, None, ids, add)
+    run = hc_pass.bind(arch=device.arch, dim=DIM, **FACTS)
+    found, wanted = (run(given, streams, post, mix, placed) for given in (mixture, y))
+    assert_same_bits(found, wanted)
+    assert bool(asked) == (device.arch != "sm90a")
 
 
 @pytest.mark.parametrize("mixed", [False, True])

@@ -174,6 +174,47 @@ def test_bf16_linear_has_the_bits_of_the_streaming_kernel(launcher: Emulator) ->
     assert torch.equal(found, streamed)
 
 
+@pytest.mark.parametrize("codec", ["fp8", "bf16"])
+def test_a_row_has_the_same_bits_in_a_full_tile_and_alone(launcher: Emulator, codec: str) -> None:
+    """Several slices of several chunks; the last tiles of both sides are not full."""
+    n, k, rng = 72, 1024, torch.Generator().manual_seed(6)
+    t = prefill_gemm.tile_rows(launcher) + 3
+    weight, fp8 = torch.randn(n, k, generator=rng), codec == "fp8"
+    if fp8:
+        scale = torch.rand(-(-n // 128), k // 128, generator=rng)
+        linear = StreamLinear.fp8(weight.to(torch.float8_e4m3fn), scale)
+    else:
+        linear = StreamLinear.bf16(weight.bfloat16())
+    assert linear.slices(launcher) > 1
+    x = torch.randn(t, k, generator=rng).bfloat16()
+    tiles = prefill_gemm.make_tiles(launcher, x, fp8=fp8)
+    together = prefill_gemm.linear(launcher, linear, tiles, t, error=ERROR)
+    for row in (0, 77 % t, t - 1):
+        tiles = prefill_gemm.make_tiles(launcher, x[row : row + 1], fp8=fp8)
+        alone = prefill_gemm.linear(launcher, linear, tiles, 1, error=ERROR)
+        assert torch.equal(together[row], alone[0])
+
+
+@pytest.mark.parametrize("kind", [W2Rows, Mxfp4Rows])
+def test_experts_with_full_tiles_have_the_bits_of_few_rows(
+    launcher: Emulator, kind: type[ExpertRows]
+) -> None:
+    """Hidden values of several segments; an expert without rows, one with one, one with many."""
+    experts, _ = pool(kind(64, 2048), 3, 7)
+    t = prefill_gemm.tile_rows(launcher) + 1
+    x, error = torch.randn(t, 64, generator=torch.Generator().manual_seed(8)).bfloat16(), ERROR
+    ids = torch.full((t, 1), 2)
+    ids[0] = 0
+    arguments = (torch.ones(t, 1), torch.arange(3))
+    together = prefill_gemm.mixture(launcher, experts, x, ids, *arguments, limit=10.0, error=error)
+    for row in (0, t - 1):
+        one = slice(row, row + 1)
+        alone = experts.mixture(
+            launcher, x[one], ids[one], arguments[0][one], arguments[1], limit=10.0, error=error
+        )
+        assert torch.equal(together[row], alone[0])
+
+
 def test_shared_expert_has_the_bits_of_the_streaming_kernel(launcher: Emulator) -> None:
     rng = torch.Generator().manual_seed(15)
 

@@ -263,6 +263,14 @@ def test_combine_sums_choices_in_order(tokens: int, dim: int, launcher: Emulator
     assert torch.equal(plain, (each[:, 0] + each[:, 1] + each[:, 2]).bfloat16())
 
 
+def test_combine_takes_more_choices_than_it_asks_for_at_once(launcher: Emulator) -> None:
+    parts, weights = torch.randn(11 * 260, 24).bfloat16(), torch.rand(260, 11)
+    expected = torch.zeros(260, 24)
+    for k in range(11):
+        expected += parts.float().view(260, 11, 24)[:, k] * weights[:, k : k + 1]
+    assert torch.equal(combine(launcher, parts, top_k=11, weights=weights), expected)
+
+
 @pytest.mark.parametrize("weigh_output", [False, True])
 def test_mixture_matches_the_reference_op(launcher: Emulator, weigh_output: bool) -> None:
     experts, _ = pool(W2Rows(256, 128), 5, 11, spread=4)

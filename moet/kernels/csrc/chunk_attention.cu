@@ -1,10 +1,14 @@
 // Attention of a chunk's rows over fp8 rows (cache.Fp8Rows: 448 e4m3 values in blocks of 64 with a scale
 // each, 64 bf16 values that are turned), 64 heads. A CTA takes rows in turn: one warpgroup decodes keys,
-// 64 at a time, to bf16 in shared memory; two others multiply, each with all keys and half of the values.
+// 64 at a time, to bf16 in shared memory; two others multiply: each weighs every other tile of keys, for both,
+// and each multiplies all tiles with its half of the values.
 //
 // A tile of keys is summed by itself, relative to its own maximum, and tiles are joined in ascending
-// order, with the very operations of triton_attention.py: a row has the same bits in both.
+// order, with the very operations of triton_attention.py: a row has the same bits in both. Its output is rounded
+// to e4m3, per 128 values of a head, as the grouped product behind it takes them: rows of codes or tiles.
+#include "codec.cuh"
 #include "head_rows.cuh"
+#include "token_tile.cuh"
 
 #if MOET_SM == 90  // sm_120a has no room for a tile of keys
 
@@ -13,6 +17,7 @@ constexpr int DECODERS = 128;
 constexpr int HEADS = 64, DIM = 512, ROPE = 64, PLAIN = DIM - ROPE;
 constexpr int ROW_DATA = PLAIN + 2 * ROPE, ROW_SCALES = 8;
 constexpr int TILE_BYTES = DIM / 64 * BLOCK_BYTES, TILES_HELD = 2;
+constexpr int MAX_CHOSEN = 512, WEIGHED_PIECES = 5;
 
 struct AttendArgs {
   const uint16_t* q;    // [rows, 64, 512] bf16
@@ -28,11 +33,14 @@ struct AttendArgs {
   const int64_t* seq_slots;
   const int64_t* page_rows;
   const int64_t* page_table;
-  uint16_t* out;  // [rows, 64, 512] bf16
+  uint8_t* codes;  // [rows, 64, 512] e4m3 in the order of matrix units, or tiles of TILE_TOKENS of a group
+  float* scales;   // [rows, 64, 4]; null: within tiles
   int64_t table_stride, ring_bytes, page_bytes;
   float scale;  // of logits, in powers of two
-  int rows, chunk_entries, reach, ring, ratio, per_page, top_k;  // reach: tokens of the window
+  int rows, chunk_entries, reach, ring, ratio, page_bits, top_k;  // reach: tokens of the window
+  int group_heads;  // heads of a group, whose tiles lie together
 };
+constexpr int TILE_TOKENS = 128, CHUNK = 128;  // of a tile; values with one scale
 
 // What a row attends to: `recent` keys of the window, then `visible` entries. A fill row counts as token 0.
 struct Sight {
@@ -70,17 +78,19 @@ struct ChunkAttention : HeadRows<DIM / 64> {
     warp = uniform & 3, group = uniform >> 2;
   }
 
-  // Barriers: a tile is here, a tile's two readers are done; the same of the queries.
+  // Barriers: a tile is here, a tile's two readers are done; the same of the queries. A tile is weighed.
   DEVICE static uint64_t* full(int s) { return reinterpret_cast<uint64_t*>(dynamic_shared()) + s; }
   DEVICE static uint64_t* empty(int s) { return full(TILES_HELD + s); }
   DEVICE static uint64_t* queries_full() { return full(2 * TILES_HELD); }
   DEVICE static uint64_t* queries_empty() { return full(2 * TILES_HELD + 1); }
+  DEVICE static uint64_t* weighed(int s) { return full(2 * TILES_HELD + 2 + s); }
   DEVICE static uint8_t* queries() { return dynamic_shared() + 1024; }
   DEVICE static uint8_t* tile(int s) { return queries() + (s + 1) * TILE_BYTES; }
 
   DEVICE void run() {
     if (tid == 0) {
-      for (int s = 0; s < TILES_HELD; s++) barrier_init(full(s), DECODERS), barrier_init(empty(s), 8);
+      for (int s = 0; s < TILES_HELD; s++)
+        barrier_init(full(s), DECODERS), barrier_init(empty(s), 8), barrier_init(weighed(s), 4);
       barrier_init(queries_full(), DECODERS), barrier_init(queries_empty(), 8);
       barriers_are_ready();
     }
@@ -112,7 +122,7 @@ struct ChunkAttention : HeadRows<DIM / 64> {
     int number, page;
   };
 
-  DEVICE int* chosen() const { return reinterpret_cast<int*>(tile(TILES_HELD)); }
+  DEVICE static int* chosen() { return reinterpret_cast<int*>(tile(TILES_HELD)); }
 
   DEVICE Lookup look_up(const Sight& s, int tile, int key) const {
     int recent_tiles = s.recent_tiles();
@@ -124,7 +134,7 @@ struct ChunkAttention : HeadRows<DIM / 64> {
       key += (tile - recent_tiles) * KEYS;
       if (key < s.visible) {
         found.number = p.selected ? chosen()[key] : key;
-        int64_t at = s.page_row * p.table_stride + found.number / p.per_page;
+        int64_t at = s.page_row * p.table_stride + (found.number >> p.page_bits);
         found.page = static_cast<int>(p.page_table[at]);
       }
     }
@@ -137,7 +147,7 @@ struct ChunkAttention : HeadRows<DIM / 64> {
     if (tile >= s.recent_tiles()) {
       if (found.number >= 0) {
         page = p.entries + found.page * p.page_bytes;
-        place = found.number % p.per_page, places = p.per_page;
+        places = 1 << p.page_bits, place = found.number & (places - 1);
       }
     } else if (found.number >= s.start) {
       place += found.number - s.token;
@@ -165,9 +175,8 @@ struct ChunkAttention : HeadRows<DIM / 64> {
     load_scales(raw, next);
 #pragma unroll
     for (int b = 0; b < PLAIN / 64; b++) {
-      uint32_t byte = (b < 4 ? scales.x >> (8 * b) : scales.y >> (8 * (b - 4))) & 0xFF;
-      uint32_t factor = (byte + 120 < 255 ? byte + 120 : 254) << 7;  // codes lie 2^120 too low
-      factor |= factor << 16;
+      int exponent = static_cast<int>(permute(b < 4 ? scales.x : scales.y, 0, 0x4440 + b % 4)) + 120;
+      uint32_t factor = (exponent < 254 ? exponent : 254) * 0x00800080;  // codes lie 2^120 too low
       uint4 codes = raw.piece[b];
       load_piece(raw, next, b);
       *reinterpret_cast<uint4*>(first + b * BLOCK_BYTES) = decode_e4m3(codes.x, codes.y, factor);
@@ -180,11 +189,14 @@ struct ChunkAttention : HeadRows<DIM / 64> {
 
   DEVICE void copy_queries(int row) const {
     const uint8_t* from = reinterpret_cast<const uint8_t*>(p.q) + uint64_t(row) * (HEADS * DIM * 2);
-    int mine = tid - 2 * 128;
-#pragma unroll 8
-    for (int i = mine; i < HEADS * DIM / 8; i += DECODERS) {
-      int head = i / 64, block = i / 8 % 8, column = i % 8;
-      copy16(queries() + block * BLOCK_BYTES + head * 128 + ((column ^ (head & 7)) * 16), from + i * 16, true);
+    int mine = tid - 2 * 128, block = mine / 8 % 8, column = mine % 8;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      int head = mine / 64 + 2 * i;  // and every eighth, whose pieces are swizzled alike
+      const uint8_t* own = from + head * (DIM * 2) + mine % 64 * 16;
+      uint8_t* to = queries() + block * BLOCK_BYTES + head * 128 + (column ^ head) * 16;
+#pragma unroll
+      for (int j = 0; j < HEADS / 8; j++) copy16(to + j * (8 * 128), own + j * (8 * DIM * 2), true);
     }
     commit_copies();
   }
@@ -246,8 +258,31 @@ struct ChunkAttention : HeadRows<DIM / 64> {
 
   // ---- the warpgroups that multiply ----
 
+  // What threads of the same place in both warpgroups know of a tile, in pieces of sixteen bytes.
+  DEVICE uint4* shared_weights(int s) const {
+    return reinterpret_cast<uint4*>(chosen() + MAX_CHOSEN) + s * (WEIGHED_PIECES * 128) + (tid & 127);
+  }
+  DEVICE void publish(int s, const Weighed& w) const {
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+      shared_weights(s)[k * 128] = {w.weights[k][0], w.weights[k][1], w.weights[k][2], w.weights[k][3]};
+    shared_weights(s)[4 * 128] = {float_bits(w.top[0]), float_bits(w.top[1]), float_bits(w.total[0]),
+                                  float_bits(w.total[1])};
+    leave(weighed(s));
+  }
+  DEVICE void read_weighed(int s, Weighed& w) const {
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      uint4 v = shared_weights(s)[k * 128];
+      w.weights[k][0] = v.x, w.weights[k][1] = v.y, w.weights[k][2] = v.z, w.weights[k][3] = v.w;
+    }
+    uint4 v = shared_weights(s)[4 * 128];
+    w.top[0] = bits_float(v.x), w.top[1] = bits_float(v.y);
+    w.total[0] = bits_float(v.z), w.total[1] = bits_float(v.w);
+  }
+
   DEVICE void attend_all() {
-    int stage = 0, parity = 0, query_parity = 0;
+    int done = 0, query_parity = 0;  // tiles so far
     RowNumbers numbers = numbers_of(p, blockIdx.x < p.rows ? blockIdx.x : 0);
     float sinks[2];
 #pragma unroll
@@ -260,14 +295,28 @@ struct ChunkAttention : HeadRows<DIM / 64> {
       barrier_wait(queries_full(), query_parity);
       query_parity ^= 1;
       int tiles = s.tiles(), recent_tiles = s.recent_tiles();
+      if (group >= tiles) leave(queries_empty());  // has none to weigh
 #pragma unroll 1
-      for (int i = 0; i < tiles; i++) {
-        bool recent = i < recent_tiles;
-        barrier_wait(full(stage), parity);
-        int count = recent ? s.recent - i * KEYS : s.visible - (i - recent_tiles) * KEYS;
-        attend_tile(queries(), tile(stage), count, p.scale, i + 1 == tiles, queries_empty(), empty(stage));
-        if (++stage == TILES_HELD) stage = 0, parity ^= 1;
+      for (int i = 0; i < tiles; i += 2) {
+        int own = i + group;
+        if (own < tiles) {
+          int stage = (done + own) % TILES_HELD;
+          int count = own < recent_tiles ? s.recent - own * KEYS : s.visible - (own - recent_tiles) * KEYS;
+          Weighed w;
+          barrier_wait(full(stage), (done + own) / TILES_HELD & 1);
+          weigh_tile(queries(), tile(stage), count, p.scale, own + 2 >= tiles, queries_empty(), w);
+          publish(stage, w);
+        }
+#pragma unroll 1
+        for (int j = i; j < i + 2 && j < tiles; j++) {
+          int stage = (done + j) % TILES_HELD;
+          Weighed w;
+          barrier_wait(weighed(stage), (done + j) / TILES_HELD & 1);
+          read_weighed(stage, w);
+          join_tile(tile(stage), w, empty(stage));
+        }
       }
+      done += tiles;
       finish(row, sinks);
     }
   }
@@ -277,18 +326,79 @@ struct ChunkAttention : HeadRows<DIM / 64> {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       float sink = sinks[r], log2e = 1.4426950408889634f;
-      float shift = larger(top[r], mul_rn(sink, log2e));
+      float shift = maximum(top[r], mul_rn(sink, log2e));
       float share = exp2_approx(add_rn(top[r], -shift));
       factor[r] = div_full(share, fma_rn(total[r], share, exp2_approx(fma_rn(sink, log2e, -shift))));
     }
 #pragma unroll
-    for (int b = 0; b < 4; b++) {
+    for (int b = 0; b < 4; b++)
 #pragma unroll
-      for (int i = 0; i < 32; i++) acc[b][i] = round_to_bf16(mul_rn(acc[b][i], factor[i >> 1 & 1]));
-      if (b == 3 && group == 1) turn_back(row, acc[b]);
-      store(p.out, row, HEADS, b, acc[b]);
+      for (int i = 0; i < 32; i++) acc[b][i] = mul_rn(acc[b][i], factor[i >> 1 & 1]);
+    if (group == 1) turn_back(row, acc[3]);
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      Place place = place_of(row, warp * 16 + (lane >> 2) + 8 * r);
+#pragma unroll
+      for (int c = 0; c < 2; c++) store_codes(place, c, acc[2 * c] + 2 * r, acc[2 * c + 1] + 2 * r);
     }
   }
+
+  // Where a head's codes and scales go: the first of this warpgroup's, and how far apart those of chunks are.
+  struct Place {
+    uint8_t *codes, *scales;
+    int codes_apart, scales_apart, pieces_apart;
+  };
+  DEVICE Place place_of(int row, int head) const {
+    constexpr int CHUNKS = DIM / CHUNK, STAGE = stage_bytes(TILE_TOKENS, true);
+    int first = group * (CHUNKS / 2);
+    if (p.scales) {
+      int64_t at = (int64_t(row) * HEADS + head) * CHUNKS + first;
+      return {p.codes + at * CHUNK, reinterpret_cast<uint8_t*>(p.scales + at), CHUNK, 4, 16};
+    }
+    int tiles = (p.rows + TILE_TOKENS - 1) / TILE_TOKENS, token = row % TILE_TOKENS, of = head / p.group_heads;
+    int64_t tile = int64_t(of) * tiles + row / TILE_TOKENS;
+    uint8_t* stage = p.codes + ((tile * p.group_heads + head - of * p.group_heads) * CHUNKS + first) * STAGE;
+    uint8_t* pieces = stage + TILE_TOKENS * 4 + piece_of_token(token);
+    return {pieces, stage + scale_of_token(token) * 4, STAGE, STAGE, PIECE_BYTES};
+  }
+
+  // 128 values of a head, [2][n][4] from v and w on, a pair of each four this lane's: rounded to bf16, then to
+  // e4m3. Neighbours exchange codes, so that each stores a piece of either 64.
+  DEVICE void store_codes(const Place& place, int c, const float* v, const float* w) const {
+    float high[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int n = 0; n < 8; n++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) high[i] = maximum(high[i], maximum(fabsf(v[4 * n + i]), fabsf(w[4 * n + i])));
+    float amax = maximum(high[0], high[1]);
+    amax = maximum(amax, shuffle_xor(amax, 1));
+    amax = round_to_bf16(maximum(amax, shuffle_xor(amax, 2)));
+    int exponent = activation_exponent(amax);
+    uint32_t inverse = float_bits(power_of_two(-exponent)) >> 16;
+    inverse |= inverse << 16;
+    if ((lane & 3) == 0) *reinterpret_cast<float*>(place.scales + c * place.scales_apart) = power_of_two(exponent);
+    bool odd = lane & 1;
+    uint8_t* to = place.codes + c * place.codes_apart + (2 * odd + (lane >> 1 & 1)) * place.pieces_apart;
+#pragma unroll
+    for (int b = 0; b < 2; b++) {
+      const float* from = b ? w : v;
+      uint32_t q[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) q[i] = code_pair(from + 8 * i, inverse) | code_pair(from + 8 * i + 4, inverse) << 16;
+      uint32_t own[2] = {odd ? q[2] : q[0], odd ? q[3] : q[1]}, theirs[2];
+#pragma unroll
+      for (int i = 0; i < 2; i++) theirs[i] = shuffle(odd ? q[i] : q[2 + i], lane ^ 1);
+      uint32_t low = odd ? 0x1054 : 0x5410, high_halves = odd ? 0x3276 : 0x7632;
+      *reinterpret_cast<uint4*>(to + 4 * b * place.pieces_apart) = {
+          permute(own[0], theirs[0], low), permute(own[0], theirs[0], high_halves), permute(own[1], theirs[1], low),
+          permute(own[1], theirs[1], high_halves)};
+    }
+  }
+  DEVICE static uint32_t code_pair(const float* v, uint32_t inverse) {
+    uint32_t both = multiply_bf16x2(to_bf16(v[0]) | static_cast<uint32_t>(to_bf16(v[1])) << 16, inverse);
+    return to_e4m3x2(bits_float(both << 16), bits_float(both & 0xFFFF0000u));
+  }
+
   DEVICE void turn_back(int row, float* v) const {
 #pragma unroll
     for (int n = 0; n < 8; n++) {
@@ -296,7 +406,8 @@ struct ChunkAttention : HeadRows<DIM / 64> {
       float c = p.cos[at], s = 0.0f - p.sin[at];
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        float a = v[4 * n + 2 * r], b = v[4 * n + 2 * r + 1];
+        uint32_t both = to_bf16(v[4 * n + 2 * r]) | static_cast<uint32_t>(to_bf16(v[4 * n + 2 * r + 1])) << 16;
+        float a = bits_float(both << 16), b = bits_float(both & 0xFFFF0000u);
         v[4 * n + 2 * r] = fma_rn(c, a, -mul_rn(s, b));
         v[4 * n + 2 * r + 1] = fma_rn(c, b, mul_rn(s, a));
       }

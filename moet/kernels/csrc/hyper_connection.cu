@@ -33,11 +33,15 @@ KERNEL(STEP_THREADS, 1) streams_cluster_mixed(GRID_CONSTANT StreamsArgs p) { run
 CLUSTERS(streams_cluster_mixed)
 #endif
 
-KERNEL(TILE_THREADS, 1) streams_tiles(GRID_CONSTANT StreamsArgs p) { run_tiles(p); }
+KERNEL(TILE_THREADS, 1) streams_tiles(GRID_CONSTANT StreamsArgs p) { run_tiles<false>(p); }
 LAUNCHABLE(streams_tiles, StreamsArgs, TILE_THREADS)
+#if MOET_SM == 90  // whose CTAs have room for the parts
+KERNEL(TILE_THREADS, 1) streams_tiles_mixed(GRID_CONSTANT StreamsArgs p) { run_tiles<true>(p); }
+LAUNCHABLE(streams_tiles_mixed, StreamsArgs, TILE_THREADS)
+#endif
 
 // A CTA a row: what streams_tiles left.
-KERNEL(STEP_THREADS, 3) streams_finish(GRID_CONSTANT StreamsArgs p) {
+KERNEL(STEP_THREADS, 4) streams_finish(GRID_CONSTANT StreamsArgs p) {
   wait_for_previous_kernel();
   let_next_kernel_start();
   finish_row(p, blockIdx.x, reinterpret_cast<float*>(dynamic_shared()), SiteValues<false>());

@@ -52,8 +52,19 @@ DEVICE float sigmoid(float v) { return div_rn(1.0f, 1.0f + exp_precise(-v)); }
 #ifdef MOET_EMULATE
 DEVICE float reciprocal(float v) { return div_approx(1.0f, v); }
 DEVICE uint2 load_fresh(const uint2* p) { return *p; }
+DEVICE void store_whole(uint2* p, uint2 v) { *p = v; }
+DEVICE uint32_t packed_at_once(float lo, float hi) { return packed(lo, hi); }
 #else
 DEVICE uint2 load_fresh(const uint2* p) { return __ldcg(p); }
+// One instruction each, where the compiler may make two of it.
+DEVICE uint32_t packed_at_once(float lo, float hi) {
+  uint32_t r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+  return r;
+}
+DEVICE void store_whole(uint2* p, uint2 v) {
+  asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(v.x), "r"(v.y) : "memory");
+}
 // div_approx(1, v) bit for bit for v from 2^-126 to 2^126, which it need not look at.
 DEVICE float reciprocal(float v) {
   float r;
@@ -68,8 +79,8 @@ struct Four {
 };
 DEVICE Four unpack_four(uint2 u) { return {{low(u.x), high(u.x), low(u.y), high(u.y)}}; }
 
-// A stream of a row from the old ones, rounded. column: its own of the mixing matrix.
-DEVICE uint2 mix_four(const uint2* old, uint2 y, float gate, const float* column) {
+// A stream of a row from the old ones. column: its own of the mixing matrix.
+DEVICE Four mix_unrounded(const uint2* old, uint2 y, float gate, const float* column) {
   Four sum = unpack_four(y);
 #pragma unroll
   for (int i = 0; i < 4; i++) sum.v[i] *= gate;
@@ -80,6 +91,10 @@ DEVICE uint2 mix_four(const uint2* old, uint2 y, float gate, const float* column
 #pragma unroll
     for (int i = 0; i < 4; i++) sum.v[i] = fma_rn(stream.v[i], m, sum.v[i]);
   }
+  return sum;
+}
+DEVICE uint2 mix_four(const uint2* old, uint2 y, float gate, const float* column) {
+  Four sum = mix_unrounded(old, y, gate, column);
   return {packed(sum.v[0], sum.v[1]), packed(sum.v[2], sum.v[3])};
 }
 

@@ -41,8 +41,10 @@ struct ManyHeads : LatentKeys<Key, 64> {
 #pragma unroll 1
       for (int i = 0; i < tiles; i++) {
         barrier_wait(full(stage), parity);
-        heads.attend_tile(queries(), tile(stage), s.visible - i * KEYS, p.scale, i + 1 == tiles, Base::queries_empty(),
-                          empty(stage));
+        Weighed w;
+        int count = s.visible - i * KEYS;
+        heads.weigh_tile(queries(), tile(stage), count, p.scale, i + 1 == tiles, Base::queries_empty(), w);
+        heads.join_tile(tile(stage), w, empty(stage));
         if (++stage == TILES_HELD) stage = 0, parity ^= 1;
       }
       bool real = p.positions[row] >= 0;

@@ -266,53 +266,57 @@ KERNEL(256, 4) combine_experts(GRID_CONSTANT CombineArgs p) {
 }
 LAUNCHABLE(combine_experts, CombineArgs, 256)
 
-// Eight columns of pairs of bf16, times a weight.
-struct Eight {
-  float v[8];
-};
-DEVICE Eight load_eight(const uint16_t* from, float weight) {
-  uint4 u = *reinterpret_cast<const uint4*>(from);
+// Eight columns times a weight, added to a sum; the first ones are the sum.
+DEVICE void add_eight(float* sum, uint4 u, float weight, bool first) {
   uint32_t words[4] = {u.x, u.y, u.z, u.w};
-  Eight e;
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    e.v[2 * i] = bits_float(words[i] << 16) * weight;
-    e.v[2 * i + 1] = bits_float(words[i] & 0xFFFF0000u) * weight;
+    float lo = bits_float(words[i] << 16) * weight, hi = bits_float(words[i] & 0xFFFF0000u) * weight;
+    sum[2 * i] = first ? lo : add_rn(sum[2 * i], lo);
+    sum[2 * i + 1] = first ? hi : add_rn(sum[2 * i + 1], hi);
   }
-  return e;
 }
 
-// combine_experts for many tokens and a dim of whole eights: as many columns a thread.
-KERNEL(256, 4) combine_many(GRID_CONSTANT CombineArgs p) {
+// combine_experts for many tokens and a dim of whole eights: as many columns a thread, whose parts are asked
+// for eight at once.
+constexpr int PARTS_AT_ONCE = 8;
+KERNEL(256, 3) combine_many(GRID_CONSTANT CombineArgs p) {
   wait_for_previous_kernel();
   let_next_kernel_start();
   int eights = p.dim / 8, total = p.tokens * eights;
   for (int i = blockIdx.x * 256 + threadIdx.x; i < total; i += gridDim.x * 256) {
-    int token = i / eights, column = (i - token * eights) * 8;
-    Eight sum = {};
-    int choices = p.expert_ids && p.expert_ids[token * p.top_k] < 0 ? 0 : p.top_k;
-#pragma unroll 2
-    for (int k = 0; k < choices; k++) {
-      int row = token * p.top_k + k;
-      Eight part = load_eight(p.parts + uint64_t(row) * p.dim + column, p.weights ? p.weights[row] : 1.0f);
+    int token = i / eights, column = (i - token * eights) * 8, first = token * p.top_k;
+    uint4 shared = {0, 0, 0, 0};
+    if (p.shared) shared = *reinterpret_cast<const uint4*>(p.shared + uint64_t(i) * 8);
+    int choices = p.expert_ids && p.expert_ids[first] < 0 ? 0 : p.top_k;
+    float sum[8] = {};
+#pragma unroll 1
+    for (int k = 0; k < choices; k += PARTS_AT_ONCE) {
+      uint4 parts[PARTS_AT_ONCE];
+      float weights[PARTS_AT_ONCE];
+      const uint16_t* from = p.parts + uint64_t(first + k) * p.dim + column;
 #pragma unroll
-      for (int j = 0; j < 8; j++) sum.v[j] = k ? add_rn(sum.v[j], part.v[j]) : part.v[j];
-    }
-    if (p.shared) {
-      Eight part = load_eight(p.shared + uint64_t(i) * 8, 1.0f);
+      for (int j = 0; j < PARTS_AT_ONCE; j++, from += p.dim) {
+        weights[j] = 1.0f;
+        if (k + j >= choices) continue;
+        parts[j] = *reinterpret_cast<const uint4*>(from);
+        if (p.weights) weights[j] = p.weights[first + k + j];
+      }
 #pragma unroll
-      for (int j = 0; j < 8; j++) sum.v[j] = add_rn(sum.v[j], part.v[j]);
+      for (int j = 0; j < PARTS_AT_ONCE; j++)
+        if (k + j < choices) add_eight(sum, parts[j], weights[j], k + j == 0);
     }
+    if (p.shared) add_eight(sum, shared, 1.0f, false);
     if (p.bf16) {
       uint32_t words[4];
 #pragma unroll
       for (int j = 0; j < 4; j++)
-        words[j] = to_bf16(sum.v[2 * j]) | static_cast<uint32_t>(to_bf16(sum.v[2 * j + 1])) << 16;
+        words[j] = to_bf16(sum[2 * j]) | static_cast<uint32_t>(to_bf16(sum[2 * j + 1])) << 16;
       static_cast<uint4*>(p.out)[i] = {words[0], words[1], words[2], words[3]};
     } else {
       float* to = static_cast<float*>(p.out) + uint64_t(i) * 8;
 #pragma unroll
-      for (int j = 0; j < 8; j++) to[j] = sum.v[j];
+      for (int j = 0; j < 8; j++) to[j] = sum[j];
     }
   }
 }

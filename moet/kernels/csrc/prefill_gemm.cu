@@ -2,6 +2,7 @@
 // tokens on sm_90a, 64 on sm_120a.
 #include "chunk_plan.cuh"
 #include "prefill_gemm.cuh"
+#include "token_tile.cuh"
 
 struct TileArgs {
   const uint16_t* x;     // [rows, k] bf16
@@ -25,7 +26,7 @@ DEVICE void lay_chunks(const TileArgs& p, int e, int first_chunk) {
   for (int part = threadIdx.x >> 5; part < groups * CHUNKS_AT_ONCE; part += 8) {
     int chunk = first_chunk + part % CHUNKS_AT_ONCE, first = part / CHUNKS_AT_ONCE * 8;
     if (chunk >= p.chunks) continue;
-    uint8_t* stage = p.tiles + (uint64_t(e) * p.chunks + chunk) * (p.tokens * (SCALED ? 132 : 128));
+    uint8_t* stage = p.tiles + (uint64_t(e) * p.chunks + chunk) * stage_bytes(p.tokens, SCALED);
     int token = first + (lane & 7);
     int column = chunk * (SCALED ? 128 : 64) + block * (SCALED ? 32 : 16);
     bool valid = token < t.count && column < p.k;
@@ -33,7 +34,7 @@ DEVICE void lay_chunks(const TileArgs& p, int e, int first_chunk) {
     if (valid) row = (p.pairs ? p.pairs[t.first + token] : t.first + token) / p.x_divisor;
     const uint16_t* from = p.x + uint64_t(row) * p.ld_x + (valid ? column : 0);
     uint4 a, b;
-    uint8_t* to = stage + uint64_t(first) * 128 + block * 256 + (lane & 7) * 16;
+    uint8_t* to = stage + piece_of_token(token) + 2 * block * PIECE_BYTES;
     if constexpr (SCALED) {
       uint32_t words[16];
       load_bf16x32(from, valid, words);
@@ -42,7 +43,7 @@ DEVICE void lay_chunks(const TileArgs& p, int e, int first_chunk) {
       amax = larger(amax, shuffle_xor(amax, 16));
       int exponent = activation_exponent(amax);
       quantise_words(words, power_of_two(-exponent), a, b);
-      if (block == 0) reinterpret_cast<float*>(stage)[token] = power_of_two(exponent);
+      if (block == 0) reinterpret_cast<float*>(stage)[scale_of_token(token)] = power_of_two(exponent);
       to += p.tokens * 4;
     } else {
       uint4 u = {0, 0, 0, 0}, v = u;
@@ -51,7 +52,7 @@ DEVICE void lay_chunks(const TileArgs& p, int e, int first_chunk) {
       b = {u.y, u.w, v.y, v.w};
     }
     *reinterpret_cast<uint4*>(to) = a;
-    *reinterpret_cast<uint4*>(to + 128) = b;
+    *reinterpret_cast<uint4*>(to + PIECE_BYTES) = b;
   }
 }
 

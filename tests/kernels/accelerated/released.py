@@ -252,7 +252,8 @@ class Released:
             launcher = Device.open(device_arch(self.device), self.device).launcher
 
             def tiled(keys: WindowKeys) -> object:
-                return attend_chunk(launcher, q, sink, keys, *self.cos_sin, scale=scale)
+                given = q, sink, keys, *self.cos_sin
+                return attend_chunk(launcher, *given, scale=scale, num_groups=8, tiled=True)
 
             found |= {
                 f"attention_{name}_cuda": lambda state=state: tiled(state)

@@ -9,15 +9,18 @@ from moet.kernels import device_latents, row_attention, triton_attention, triton
 from moet.kernels.attention import WindowKeys
 from moet.kernels.cache import Fp8Rows
 from moet.kernels.cubin import device_arch
-from moet.kernels.device_attention import attend_chunk
+from moet.kernels.device_attention import TILE_ROWS, attend_chunk
 from moet.kernels.device_gemm import Device
 from moet.kernels.mla_cache import Fp8LatentRows, Nvfp4LatentRows
+from moet.kernels.prefill_gemm import make_tiles
 from moet.kernels.rope import rope_cos_sin
 from moet.kernels.rows import Rows
+from moet.kernels.stream_experts import quantise
 from moet.kernels.window_arguments import HEADS, ROPE, WIDTH
 from tests.kernels.accelerated.conftest import INTERPRETED
 from tests.kernels.accelerated.world import filled, make_rows, paged, ringed
 
+GROUPS = 8  # of heads, whose outputs a grouped product takes
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="emulation tests it on a CPU")
 
 
@@ -35,7 +38,7 @@ def choices(rows: Rows, ratio: int, most: int) -> torch.Tensor:
 def test_chunks_have_the_bits_of_tiles(kind: str, device: torch.device) -> None:
     if device_arch(device) != "sm90a":
         pytest.skip("the kernel is sm_90a's")
-    pieces = [(0, 200), (300, 301), (500, 700), (60, 70)]
+    pieces = [(0, 200), (300, 301), (500, 801), (60, 70)]  # tiles of the output are full
     rows = make_rows(pieces, short=False, device=device)
     num, ratio = len(rows.positions), {"window": 0, "few": 128, "every": 4, "chosen": 4}[kind]
     ring = ringed(Fp8Rows(WIDTH - ROPE, ROPE, 130), rows)
@@ -51,14 +54,19 @@ def test_chunks_have_the_bits_of_tiles(kind: str, device: torch.device) -> None:
         *rope_cos_sin(rows.positions, torch.rand(ROPE // 2, device=device)),
     )
     wanted = triton_attention.window_attention(*args, scale=WIDTH**-0.5)
-    launcher = Device.open("sm90a", device).launcher
-    found = attend_chunk(launcher, *args, scale=WIDTH**-0.5)
     assert wanted.isfinite().all()
-    off = (found != wanted).flatten(1).any(1)
-    gap = (found.float() - wanted.float()).abs().max()
-    assert not off.any(), f"{int(off.sum())} of {num} rows differ, by {float(gap)}"
-    again = attend_chunk(launcher, *args, scale=WIDTH**-0.5)
-    assert torch.equal(found, again)
+    wanted = wanted.view(num * GROUPS, -1)
+    gpu = Device.open("sm90a", device)
+    facts = {"scale": WIDTH**-0.5, "num_groups": GROUPS}
+    for _ in range(2):
+        found = attend_chunk(gpu.launcher, *args, **facts, tiled=False)
+        codes, scale = quantise(gpu.launcher, wanted)
+        off = ((found.codes != codes).any(1) | (found.scale != scale).any(1)).view(num, -1).any(1)
+        assert not off.any(), f"{int(off.sum())} of {num} rows differ"
+        found = attend_chunk(gpu.launcher, *args, **facts, tiled=True)
+        laid = make_tiles(gpu.launcher, wanted, work=gpu.group_work(GROUPS, num, TILE_ROWS))
+        assert found.tiles is not None
+        assert torch.equal(found.tiles.data, laid.data)
 
 
 @pytest.mark.parametrize(("heads", "dim"), [(8, 128), (16, 256), (64, 512)])

@@ -63,6 +63,20 @@ def test_passes_of_any_size_have_the_same_rows(gpu: Device, device: torch.device
     assert (gpu.counters == 0).all()
 
 
+def test_a_chunks_mixture_has_the_bits_of_its_sum(gpu: Device, device: torch.device) -> None:
+    placed, ids = on(gpu, site(24, device)), torch.arange(MOST * 6, device=device).view(MOST, 6)
+    parts = torch.randn(MOST * 6, DIM, device=device).bfloat16()
+    shared = torch.randn(MOST, DIM, device=device).bfloat16()
+    y = combine(gpu.launcher, parts, top_k=6, shared=shared, dtype=torch.bfloat16)
+    streams = torch.randn(MOST, 4, DIM, device=device).bfloat16()
+    post, mix = torch.rand(MOST, 4, device=device), torch.rand(MOST, 4, 4, device=device) / 4
+    run = hc_pass.bind(arch=gpu.arch, mult=4, dim=DIM, placed=True)
+    mixture = Mixture(parts, shared, None, ids, lambda: y)
+    found, want = (run(given, streams, post, mix, placed) for given in (mixture, y))
+    for a, b in zip(found, want, strict=True):
+        assert torch.equal(values(a), values(b))
+
+
 def test_entry_and_head_are_their_references(gpu: Device, device: torch.device) -> None:
     streams = torch.randn(5, 4, DIM, device=device).bfloat16()
     given = site(24, device)
