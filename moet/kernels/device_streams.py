@@ -29,8 +29,8 @@ TILE_PASS = {"sm90a": 48, "sm120a": 32}  # rows that the warps of a CTA take at 
 TILE_SHARED = 24 * MULT * BLOCK * 4  # and for each of those rows
 TILE_ROW_SHARED = (MULT + 1) * (BLOCK * 2 + 16)  # streams and y, gates
 MIXED_TILE_SHARED = TILE_PASS["sm90a"] * MAX_CHOICES * BLOCK * 2 + 8 * 32  # parts, ids: more
-CLUSTER_CTAS, CLUSTER_DIM, CLUSTER_SHARED = 16, 4096, 4096  # of a row, on sm90a
-TELL_THREADS, TELL_SHARED = 256, 35072  # of a row alone, whose parts one CTA is told
+TELL_ROWS = 4  # at most, of which each has a CTA that is told its parts
+TELL_THREADS, TELL_SHARED = 256, 34896
 
 POINTERS = (
     "y streams post mix fn base scale weight mixed partial counters x codes code_scale next_post "
@@ -95,7 +95,7 @@ def collapse(
 
     streams: [n, 4, dim] bf16, contiguous. Returns streams, x, post and mix; of a head, for which
     nothing is pending, the last two mean nothing. x has codes, too, up to CODED_ROWS rows, unless
-    the site is a head. With `pending`, the mix of a row alone comes as its logits.
+    the site is a head. With `pending`, the mix of up to TELL_ROWS rows comes as its logits.
     """
     num_rows, mult, dim = streams.shape
     assert mult == MULT
@@ -173,9 +173,6 @@ def _launch(device: Device, args: StreamsArgs) -> None:
     """Sums over blocks of channels, then rows: in one launch if they are few."""
     launcher, blocks = device.launcher, args.dim // BLOCK
     fused = args.rows <= FUSED_ROWS
-    if fused and _has_clusters(device, args):
-        _run_clusters(device, args)
-        return
     if _tells(args):
         _run_telling(device, args)
         return
@@ -206,34 +203,17 @@ def _launch(device: Device, args: StreamsArgs) -> None:
         )
 
 
-def _has_clusters(device: Device, args: StreamsArgs) -> bool:
-    """A row alone is finished sooner by a CTA that holds what it needs."""
-    return args.rows > 1 and device.arch == "sm90a" and args.dim == CLUSTER_DIM
-
-
-def _run_clusters(device: Device, args: StreamsArgs) -> None:
-    """A row to a cluster, whose CTAs need no memory to add their parts."""
-    device.launcher.launch(
-        "streams_cluster_mixed" if args.parts else "streams_cluster",
-        grid=args.rows * CLUSTER_CTAS,
-        threads=STEP_THREADS,
-        shared_bytes=CLUSTER_SHARED,
-        args=args,
-        cluster=CLUSTER_CTAS,
-    )
-
-
 def _tells(args: StreamsArgs) -> bool:
-    """A row alone that something joins; the next pass balances its matrix while it waits."""
-    return args.rows == 1 and bool(args.parts or args.y)
+    """Few rows that something joins; the next pass balances their matrices while it waits."""
+    return args.rows <= TELL_ROWS and bool(args.parts or args.y)
 
 
 def _run_telling(device: Device, args: StreamsArgs) -> None:
-    """The CTAs that multiply, and one that finishes the row."""
+    """The CTAs that multiply, and one a row that finishes it."""
     args.told = device.counters.data_ptr()
     device.launcher.launch(
         "streams_tell_mixed" if args.parts else "streams_tell",
-        grid=args.dim // BLOCK * (args.outs // 8) + 1,
+        grid=args.dim // BLOCK * (args.outs // 8) + args.rows,
         threads=TELL_THREADS,
         shared_bytes=TELL_SHARED,
         args=args,
@@ -241,13 +221,13 @@ def _run_telling(device: Device, args: StreamsArgs) -> None:
 
 
 def _balance(logits: Tensor, site: Site) -> Tensor:
-    """[1, 4, 4], as the pass that mixes by it would."""
+    """[n, 4, 4], as the pass that mixes by it would."""
     assert isinstance(site.fn, MixMatrix)
     mix = torch.empty_like(logits)
     args = StreamsArgs(mix=logits.data_ptr(), next_mix=mix.data_ptr(), hc_eps=site.hc_eps)
     args.iters = site.num_iters
     launcher = site.fn.device.launcher
-    launcher.launch("streams_balance", grid=1, threads=32, shared_bytes=0, args=args)
+    launcher.launch("streams_balance", grid=len(mix), threads=32, shared_bytes=0, args=args)
     return mix
 
 

@@ -178,26 +178,6 @@ def test_a_mixture_of_many_rows_is_summed_by_tiles(
     assert bool(asked) == (device.arch != "sm90a")
 
 
-@pytest.mark.parametrize("mixed", [False, True])
-def test_a_cluster_has_the_bits_of_a_grid(
-    device: Device, mixed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if device.arch != "sm90a":
-        pytest.skip("only sm90a has clusters of so many")
-    dim = device_streams.CLUSTER_DIM
-    weights, (y, streams, post, mix) = site(24, dim), step(2, dim)
-    given: Tensor | Mixture = y
-    if mixed:
-        parts = torch.randn(4, dim, generator=torch.Generator().manual_seed(5)).bfloat16()
-        given = Mixture(parts, y, None, torch.arange(4).view(2, 2), lambda: y)
-    run = hc_pass.bind(arch=device.arch, dim=dim, **FACTS)
-    args = given, streams, post, mix, on(device, weights)
-    with monkeypatch.context() as without:
-        without.setattr(device_streams, "_has_clusters", lambda *_: False)
-        wanted = run(*args)
-    assert_same_bits(run(*args), wanted)
-
-
 def assert_same_bits(
     found: Sequence[Made], wanted: Sequence[Made], rows: slice = slice(None)
 ) -> None:
@@ -214,36 +194,39 @@ def tensors(x: Made) -> list[Tensor]:
     return [x.plain(), x.codes, x.scale]
 
 
-def test_a_row_that_is_told_has_the_bits_of_one_among_others(device: Device) -> None:
-    """Behind experts and then behind attention, whose pass finds the first one's logits."""
-    dim = 2176  # whose last thread that finishes has a second group of channels
-    placed, (y, streams, post, mix) = on(device, site(24, dim)), step(2, dim)
+@pytest.mark.parametrize(("num_rows", "dim"), [(1, 2176), (3, 1152), (8, 2176)])
+def test_rows_that_are_told_have_the_bits_of_a_grid(
+    device: Device, num_rows: int, dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind experts and then behind attention, whose pass finds the first one's logits. Of 2,176
+    channels the last thread that finishes has a second group, of 1,152 half a warp has none."""
+    monkeypatch.setattr(device_streams, "MIXED_ROWS", 8)
+    placed, (y, streams, post, mix) = on(device, site(24, dim)), step(8, dim)
     draw = torch.Generator().manual_seed(5)
-    parts, factors = (
-        torch.randn(4, dim, generator=draw).bfloat16(),
-        torch.rand(2, 2, generator=draw),
-    )
-    ids = torch.tensor([[0, 1], [-1, 0]])
+    parts = torch.randn(8, 2, dim, generator=draw).bfloat16()
+    factors = torch.rand(8, 2, generator=draw)
+    ids = torch.arange(16).view(8, 2)
+    ids[2, 0] = -1
     run = hc_pass.bind(arch=device.arch, dim=dim, **FACTS)
 
-    def passes(rows: slice) -> tuple[Sequence[Made], Sequence[Made]]:
-        of_rows = parts.view(2, 2, dim)[rows].flatten(0, 1)
+    def passes(rows: slice, most: int) -> tuple[Sequence[Made], Sequence[Made]]:
+        monkeypatch.setattr(device_streams, "TELL_ROWS", most)
+        of_rows = parts[rows].flatten(0, 1)
         given = Mixture(of_rows, y[rows], factors[rows], ids[rows], lambda: y)
         first = run(given, streams[rows], post[rows], mix[rows], placed)
         return first, run(y[rows], first[0], first[2], first[3], placed)
 
-    both = passes(slice(2))
-    for row in range(2):
-        alone = passes(slice(row, row + 1))
-        assert isinstance(alone[0][3], Logits)
-        for found, wanted in zip(alone, both, strict=True):
-            assert_same_bits(found, wanted, slice(row, row + 1))
+    few = slice(num_rows)
+    told, of_grid = passes(few, num_rows), passes(slice(max(2, num_rows)), 0)
+    assert isinstance(told[0][3], Logits)
+    for found, wanted in zip(told, of_grid, strict=True):
+        assert_same_bits(found, wanted, few)
     assert (device.counters == 0).all()
 
 
 def test_many_rows_come_without_codes(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_streams, "CODED_ROWS", 2)
     run = hc_pass.bind(arch=device.arch, dim=DIM, **FACTS)
-    x = run(*step(3), on(device, site(24)))[1]
+    x = run(*step(5), on(device, site(24)))[1]
     assert isinstance(x, Activations)
     assert x.codes is None

@@ -1,7 +1,6 @@
 // From one sublayer's output to the next one's input: streams mixed, gates projected, streams
 // collapsed, normed and rounded to e4m3. Four streams. See hyper_connection.py and device_streams.py.
 // Here stand the kernels; what they do is in the headers.
-#include "hyper_cluster.cuh"
 #include "hyper_step.cuh"
 #include "hyper_tell.cuh"
 #include "hyper_tiles.cuh"
@@ -15,23 +14,16 @@ LAUNCHABLE(streams_step_mixed, StreamsArgs, STEP_THREADS)
 
 KERNEL(TELL_THREADS, 4) streams_tell(GRID_CONSTANT StreamsArgs p) { run_tell<false>(p); }
 LAUNCHABLE(streams_tell, StreamsArgs, TELL_THREADS)
-KERNEL(TELL_THREADS, 2) streams_tell_mixed(GRID_CONSTANT StreamsArgs p) { run_tell<true>(p); }
+KERNEL(TELL_THREADS, 4) streams_tell_mixed(GRID_CONSTANT StreamsArgs p) { run_tell<true>(p); }
 LAUNCHABLE(streams_tell_mixed, StreamsArgs, TELL_THREADS)
 
-// A matrix that was left as its logits, for who cannot balance it.
+// A row's matrix that was left as its logits, for who cannot balance it.
 KERNEL(32, 1) streams_balance(GRID_CONSTANT StreamsArgs p) {
   wait_for_previous_kernel();
   let_next_kernel_start();
-  if (threadIdx.x == 0) balance_logits(p, p.next_mix);
+  if (threadIdx.x == 0) balance_logits(p, blockIdx.x, p.next_mix + blockIdx.x * MULT * MULT);
 }
 LAUNCHABLE(streams_balance, StreamsArgs, 32)
-
-#if MOET_SM == 90
-KERNEL(STEP_THREADS, 1) streams_cluster(GRID_CONSTANT StreamsArgs p) { run_cluster<false>(p); }
-CLUSTERS(streams_cluster)
-KERNEL(STEP_THREADS, 1) streams_cluster_mixed(GRID_CONSTANT StreamsArgs p) { run_cluster<true>(p); }
-CLUSTERS(streams_cluster_mixed)
-#endif
 
 KERNEL(TILE_THREADS, 1) streams_tiles(GRID_CONSTANT StreamsArgs p) { run_tiles<false>(p); }
 LAUNCHABLE(streams_tiles, StreamsArgs, TILE_THREADS)

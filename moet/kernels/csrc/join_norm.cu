@@ -30,28 +30,6 @@ struct JoinArgs {
   int slices;                  // CTAs of a row, a cluster
 };
 
-#ifdef MOET_EMULATE
-DEVICE void arrive_at_slices() {}
-DEVICE void wait_for_slices() { emulation::meet_cluster(); }
-DEVICE void send_to_rank(float* mine, uint64_t* barrier, int rank, float v) {
-  if (emulation::cluster->size() == 1) v = NAN;  // an illegal instruction where no cluster was launched
-  *const_cast<float*>(emulation::of_rank(mine, rank)) = v;
-  barrier_change(const_cast<uint64_t*>(emulation::of_rank(barrier, rank)), 0, -4);
-}
-#else
-DEVICE void arrive_at_slices() { asm volatile("barrier.cluster.arrive;" ::: "memory"); }
-DEVICE void wait_for_slices() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
-// To where `mine` lies in the CTA `rank` of the cluster, whose barrier learns of it.
-DEVICE void send_to_rank(float* mine, uint64_t* barrier, int rank, float v) {
-  uint32_t to, bell;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(mine)), "r"(rank));
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(bell) : "r"(shared_address(barrier)), "r"(rank));
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),
-               "r"(float_bits(v)), "r"(bell)
-               : "memory");
-}
-#endif
-
 DEVICE float low(uint32_t pair) { return bits_float(pair << 16); }
 DEVICE float high(uint32_t pair) { return bits_float(pair & 0xFFFF0000u); }
 DEVICE float tree_of_warp(float v) {

@@ -74,10 +74,14 @@ DEVICE uint2 load_shared(const uint2* p) { return __ldcg(p); }
 DEVICE int64_t load_shared(const int64_t* p) { return __ldcg(reinterpret_cast<const long long*>(p)); }
 #endif
 
-// Entries that a row sees.
+// Whether some of the entries that a row sees are chosen for it; otherwise it has all of them, in order.
+DEVICE bool chooses(const RowsArgs& p, int64_t position) {
+  return p.selected && static_cast<int>(position + 1) / p.ratio > p.top_k;
+}
+// Entries of a row.
 DEVICE int visible_of(const RowsArgs& p, int64_t position) {
-  int visible = p.entries ? static_cast<int>(position + 1) / p.ratio : 0;
-  return p.selected && visible > p.top_k ? p.top_k : visible;
+  if (!p.entries) return 0;
+  return chooses(p, position) ? p.top_k : static_cast<int>(position + 1) / p.ratio;
 }
 
 struct RowAttention {
@@ -111,7 +115,7 @@ struct RowAttention {
       if (tile == 0) wait_for_previous_kernel();
       return;
     }
-    bool real = tid >> 2 < count, chosen = !recent && p.selected;
+    bool real = tid >> 2 < count, chosen = !recent && chooses(p, position);
     const int64_t* table = p.page_table + page_row * p.table_stride;
     int number = first + (tid >> 2), in_page = (1 << p.page_bits) - 1;
     Key own = {};

@@ -193,10 +193,12 @@ struct ShortStream {
     const float* scales = CODEC == FP8 ? p.scales + (first >> 1) * p.chunks + start * CPS : nullptr;
     int copied = 0, stage = 0, tile = first, copied_tile = first;
     float sum[4] = {};
+    if constexpr (SUM == BY_CLUSTER) expect_slices();
 #pragma unroll 1
     for (int step = -STAGES; step < steps; step++) {
       int place = step & 1;
       if (step == 0) {
+        if constexpr (SUM == BY_CLUSTER) wait_for_slices();
         wait_for_previous_kernel();
         let_next_kernel_start();
         load(first);
@@ -233,7 +235,8 @@ struct ShortStream {
 
   // Adds the warpgroups' halves and leaves the slice's sums where the others of the tile find them.
   DEVICE void end_tile(int tile, float* sum) {
-    float* mine = sums + (tile & 1) * 512 + (tid & 127);  // a thread may be a tile ahead
+    // A thread may be a tile ahead, but in a cluster, whose CTAs have one.
+    float* mine = sums + (SUM == BY_CLUSTER ? 0 : (tile & 1) * 512) + (tid & 127);
 #pragma unroll
     for (int i = 0; i < 4; i++) sum[i] = fma_rn(sum[i], 1.0f, 0.0f);
     if (group == 1) {
@@ -246,17 +249,17 @@ struct ShortStream {
       for (int i = 0; i < 4; i++) {
         float total = sum[i] + mine[i * 128];
         int row = 2 * (lane & 3) + (i & 1), column = tile * 64 + warp * 16 + (lane >> 2) + 8 * (i >> 1);
-        if constexpr (SUM == BY_CLUSTER)
-          mine[i * 128] = total;
-        else if (row >= p.rows)
+        if (row >= p.rows)
           continue;
+        else if constexpr (SUM == BY_CLUSTER)
+          send(row, column - tile * 64, total);
         else if constexpr (SUM == WHOLE)
           store(row * p.ld_out + column, total);
         else
           p.partial[slice * p.slice_stride + row * p.ld_out + column] = total;
       }
     }
-    if constexpr (SUM == BY_CLUSTER) add_cluster(tile);
+    if constexpr (SUM == BY_CLUSTER) add_sent(tile);
 #pragma unroll
     for (int i = 0; i < 4; i++) sum[i] = 0.0f;
   }
@@ -299,27 +302,34 @@ struct ShortStream {
     }
   }
 
-  // Where the warpgroups' sum of an output of the tile lies.
-  DEVICE const float* sum_of(int tile, int row, int column) const {
-    return sums + (tile & 1) * 512 + ((row & 1) + 2 * (column >> 3 & 1)) * 128 + (column >> 4) * 32 + (column & 7) * 4 + (row >> 1);
+  // Each CTA of the cluster adds all slices, in their order, of its share of the columns of the only tile.
+  DEVICE uint64_t* all_sent() const { return reinterpret_cast<uint64_t*>(last); }
+  DEVICE float* gathered() const { return sums + 512; }  // [slices][rows][share]
+  DEVICE void expect_slices() {
+    if (tid == 0) {
+      barrier_init(all_sent(), 1);
+      barrier_arrive_expecting(all_sent(), p.rows * 64 * 4);
+    }
+    arrive_at_slices();
   }
-
-  // Every CTA of the cluster adds all slices, in their order, of its share of the outputs.
-  DEVICE void add_cluster(int tile) {
-    sync_slices();
-    int share = p.rows * 64 / p.slices;
+  DEVICE void send(int row, int column, float v) {
+    int share = divide(64, p.by_slices), rank = column * p.slices >> 6;
+    send_to_rank(gathered() + (slice * p.rows + row) * share + column - rank * share, all_sent(), rank, v);
+  }
+  DEVICE void add_sent(int tile) {
+    int share = divide(64, p.by_slices), column = (tid & 63) - slice * share;
+    if (column < 0 || column >= share) return;
+    barrier_wait(all_sent(), 0);
 #pragma unroll 1
-    for (int i = slice * share + tid; i < (slice + 1) * share; i += THREADS) {
-      int row = i >> 6, column = i & 63;
-      const float* from = sum_of(tile, row, column);
+    for (int row = tid >> 6; row < p.rows; row += THREADS / 64) {
+      const float* from = gathered() + row * share + column;
       float part[MAX_CLUSTER];
 #pragma unroll
-      for (int s = 0; s < MAX_CLUSTER; s++) part[s] = s < p.slices ? load_of_rank(from, s) : -0.0f;
+      for (int s = 0; s < MAX_CLUSTER; s++) part[s] = s < p.slices ? from[s * p.rows * share] : -0.0f;
       float total = part[0];
 #pragma unroll
       for (int s = 1; s < MAX_CLUSTER; s++) total += part[s];
-      store(row * p.ld_out + tile * 64 + column, total);
+      store(row * p.ld_out + tile * 64 + (tid & 63), total);
     }
-    sync_slices();  // until here others may read
   }
 };

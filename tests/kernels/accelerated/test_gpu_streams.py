@@ -94,7 +94,7 @@ def test_entry_and_head_are_their_references(gpu: Device, device: torch.device) 
 def test_forms_of_few_rows_have_the_same_bits(
     gpu: Device, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of a grid, of clusters, and alone; each time a pass and one that finds what it left."""
+    """Rows of a grid, told, and alone; each time a pass and one that finds what it left."""
     num_rows = 4
     placed = on(gpu, site(24, device))
     parts = torch.randn(num_rows * 6, DIM, device=device).bfloat16()
@@ -112,9 +112,9 @@ def test_forms_of_few_rows_have_the_same_bits(
         return [values(x) for x in (*first, *second)]
 
     with monkeypatch.context() as without:
-        without.setattr(device_streams, "_has_clusters", lambda *_: False)
+        without.setattr(device_streams, "TELL_ROWS", 0)
         want = passes(y, slice(num_rows))
-    for rows in (slice(num_rows), slice(1), slice(3, 4)):
+    for rows in (slice(num_rows), slice(1, 3), slice(1), slice(3, 4)):
         of_rows = parts.view(num_rows, 6, DIM)[rows].flatten(0, 1)
         for given in (y[rows], Mixture(of_rows, shared[rows], None, ids[rows], lambda: y)) * 50:
             for a, b in zip(passes(given, rows), want, strict=True):
