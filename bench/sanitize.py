@@ -27,6 +27,7 @@ from moet.kernels.build import VARIANTS
 from moet.kernels.cache import Fp8Rows
 from moet.kernels.cubin import Kernels
 from moet.kernels.decode_experts import Router
+from moet.kernels.device_attention import attend_chunk
 from moet.kernels.device_gemm import Device
 from moet.kernels.device_streams import MixMatrix
 from moet.kernels.hyper_connection import Logits, Site, balanced, hc_pass
@@ -37,7 +38,7 @@ from moet.kernels.rope import rope_cos_sin
 from moet.kernels.stream_experts import ExpertPool, SharedExpert, Work, combine, quantise
 from moet.kernels.stream_gemm import StreamLinear, Workspace
 from moet.kernels.window_arguments import HEADS, ROPE, WIDTH
-from tests.kernels.accelerated.world import make_rows, paged, ringed
+from tests.kernels.accelerated.world import filled, make_rows, paged, ringed
 
 EXPERTS, TOKENS, HIDDEN, INTERMEDIATE = 3, 20, 256, 128
 
@@ -212,8 +213,22 @@ def rows(kernels: Kernels, error: Tensor) -> None:
     same(kernels, error, attend(slice(3)), alone)
 
 
+def chunk(kernels: Kernels, error: Tensor) -> None:
+    """Attention of a chunk, twice: whole tiles of keys, a part of one, several of a row."""
+    cuda = torch.device("cuda")
+    every = make_rows([(0, 9), (300, 303), (760, 764)], short=False, device=cuda)
+    num, form = len(every.positions), partial(Fp8Rows, WIDTH - ROPE, ROPE)
+    own = filled(form(num), 1, cuda)
+    keys = WindowKeys(every, ringed(form(130), every), own, paged(form(64), every), None, 128, 4)
+    q, sink = torch.randn(num, HEADS, WIDTH).bfloat16().cuda(), torch.randn(HEADS).cuda()
+    given = q, sink, keys, *rope_cos_sin(every.positions, torch.rand(ROPE // 2).cuda())
+    facts = {"scale": WIDTH**-0.5, "num_groups": 8, "tiled": False}
+    found, again = (attend_chunk(kernels, *given, **facts).codes for _ in range(2))
+    same(kernels, error, found, again)
+
+
 def streams(kernels: Kernels, error: Tensor) -> None:
-    """Passes of hyper-connections: rows told by a grid, in clusters, in tiles."""
+    """Passes of hyper-connections: rows that are told their parts, of a grid, in tiles."""
     dim, most = 4096, 40
     device = Device.around(kernels, kernels.arch, "cuda")
     fn, base = torch.randn(24, 4 * dim).cuda() * 0.02, torch.randn(24).cuda()
@@ -248,6 +263,7 @@ CASES: dict[str, Callable[[Kernels, Tensor], None]] = {
     "short whole": partial(short, n=1024, k=512),
     "choice": choice,
     "rows": rows,
+    "chunk": chunk,
     "streams": streams,
 }
 

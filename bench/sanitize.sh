@@ -11,7 +11,7 @@ out=${1:-build/sanitize}
 mkdir -p "$out"
 if [ ! -f build/cubins-debug/MANIFEST.json ]; then
   $python -m moet.kernels.build --debug --arch sm90a moe stream_gemm moe_decode moe_pair prefill_gemm \
-    short_stream choose_entries row_attention hyper_connection || exit 1
+    short_stream choose_entries row_attention chunk_attention hyper_connection || exit 1
 fi
 failed=0
 for tool in memcheck racecheck synccheck; do
