@@ -90,8 +90,8 @@ struct ChunkAttention : HeadRows<DIM / 64> {
   DEVICE void run() {
     if (tid == 0) {
       for (int s = 0; s < TILES_HELD; s++)
-        barrier_init(full(s), DECODERS), barrier_init(empty(s), 8), barrier_init(weighed(s), 4);
-      barrier_init(queries_full(), DECODERS), barrier_init(queries_empty(), 8);
+        barrier_init(full(s), DECODERS), barrier_init(empty(s), 8 * LEAVING), barrier_init(weighed(s), 4 * LEAVING);
+      barrier_init(queries_full(), DECODERS), barrier_init(queries_empty(), 8 * LEAVING);
       barriers_are_ready();
     }
     sync_threads();
@@ -268,7 +268,7 @@ struct ChunkAttention : HeadRows<DIM / 64> {
       shared_weights(s)[k * 128] = {w.weights[k][0], w.weights[k][1], w.weights[k][2], w.weights[k][3]};
     shared_weights(s)[4 * 128] = {float_bits(w.top[0]), float_bits(w.top[1]), float_bits(w.total[0]),
                                   float_bits(w.total[1])};
-    leave(weighed(s));
+    leave(weighed(s), lane);
   }
   DEVICE void read_weighed(int s, Weighed& w) const {
 #pragma unroll
@@ -295,7 +295,7 @@ struct ChunkAttention : HeadRows<DIM / 64> {
       barrier_wait(queries_full(), query_parity);
       query_parity ^= 1;
       int tiles = s.tiles(), recent_tiles = s.recent_tiles();
-      if (group >= tiles) leave(queries_empty());  // has none to weigh
+      if (group >= tiles) leave(queries_empty(), lane);  // has none to weigh
 #pragma unroll 1
       for (int i = 0; i < tiles; i += 2) {
         int own = i + group;

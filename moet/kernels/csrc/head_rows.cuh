@@ -7,6 +7,16 @@
 #if MOET_SM == 90  // others have no room for a tile of keys
 
 constexpr int KEYS = 64, BLOCK_BYTES = KEYS * 128;  // of 64 columns
+#ifdef MOET_DEBUG
+constexpr int LEAVING = 32;  // lanes of a warp that arrive when it leaves
+#else
+constexpr int LEAVING = 1;
+#endif
+// A warp is done with what a barrier guards; in the debug build every lane says so, which race checkers follow.
+DEVICE void leave(uint64_t* barrier, int lane) {
+  sync_warp();
+  if (LEAVING == 32 || lane == 0) barrier_arrive(barrier);
+}
 
 // Two e4m3 codes, each with eight bits of its sign above: their fields as those of bf16, 2^120 too low, then the
 // factor.
@@ -35,12 +45,6 @@ struct HeadRows {
 #pragma unroll
       for (int i = 0; i < 32; i++) acc[b][i] = 0.0f;
     top[0] = top[1] = bits_float(0xFF800000u), total[0] = total[1] = 0.0f;
-  }
-
-  // A warp is done with what a barrier guards.
-  DEVICE void leave(uint64_t* barrier) const {
-    sync_warp();
-    if (lane == 0) barrier_arrive(barrier);
   }
 
   // The first `count` keys of a tile exist. scale: positive, so that the largest logit is that of the largest
@@ -87,7 +91,7 @@ struct HeadRows {
     mma_commit();
     mma_wait<0>();
     results_are_here<32>(logits);
-    if (last) leave(queries_done);
+    if (last) leave(queries_done, lane);
     weigh(logits, count, scale, w);
   }
 
@@ -110,7 +114,7 @@ struct HeadRows {
       mma_commit();
       mma_wait<0>();
       results_are_here<32>(part);
-      if (b == 3) leave(done);
+      if (b == 3) leave(done, lane);
 #pragma unroll
       for (int i = 0; i < 32; i++)
         acc[b][i] = fma_rn(fresh[i >> 1 & 1], part[i], mul_rn(old[i >> 1 & 1], acc[b][i]));

@@ -67,7 +67,7 @@ constexpr int FEW_HEADS = 32, ROW_OF_LOGITS = KEYS + 4;
 template <class Key>
 struct FewHeads : LatentKeys<Key, FEW_HEADS> {
   using Base = LatentKeys<Key, FEW_HEADS>;
-  using Base::p, Base::lane, Base::warp, Base::group, Base::leave, Base::full, Base::empty, Base::tile;
+  using Base::p, Base::lane, Base::warp, Base::group, Base::full, Base::empty, Base::tile;
   using Base::queries, Base::queries_full, Base::queries_empty, Base::weighed;
   float acc[4][16], top[8], total[8];  // of heads 8 (i / 2) + 2 (lane & 3) + i % 2
 
@@ -107,7 +107,7 @@ struct FewHeads : LatentKeys<Key, FEW_HEADS> {
     mma_commit();
     mma_wait<0>();
     results_are_here<16>(part);
-    if (last) leave(queries_empty());
+    if (last) leave(queries_empty(), lane);
     float* to = logits() + 2 * (lane & 3) * ROW_OF_LOGITS + warp * 16 + (lane >> 2);
 #pragma unroll
     for (int i = 0; i < 16; i++) to[(i / 4 * 8 + (i & 1)) * ROW_OF_LOGITS + 8 * (i >> 1 & 1)] = part[i];
@@ -158,7 +158,7 @@ struct FewHeads : LatentKeys<Key, FEW_HEADS> {
       mma_commit();
       mma_wait<0>();
       results_are_here<16>(part);
-      if (b == 3) leave(empty(s));
+      if (b == 3) leave(empty(s), lane);
 #pragma unroll
       for (int i = 0; i < 16; i++) {
         int h = i / 4 * 2 + (i & 1);
@@ -180,7 +180,7 @@ struct FewHeads : LatentKeys<Key, FEW_HEADS> {
       barrier_wait(queries_full(), query_parity);
       query_parity ^= 1;
       int tiles = s.tiles();
-      if (group >= tiles) leave(queries_empty());  // has none to weigh
+      if (group >= tiles) leave(queries_empty(), lane);  // has none to weigh
 #pragma unroll 1
       for (int i = 0; i < tiles; i += 2) {
         int own = i + group;

@@ -135,18 +135,14 @@ struct LatentKeys {
   DEVICE void begin() {
     if (tid == 0) {
       for (int s = 0; s < TILES_HELD; s++) {
-        barrier_init(full(s), DECODERS), barrier_init(empty(s), 8), barrier_init(weighed(s), 128);
+        barrier_init(full(s), DECODERS), barrier_init(empty(s), 8 * LEAVING), barrier_init(weighed(s), 128);
       }
-      barrier_init(queries_full(), DECODERS), barrier_init(queries_empty(), 8);
+      barrier_init(queries_full(), DECODERS), barrier_init(queries_empty(), 8 * LEAVING);
       barriers_are_ready();
     }
     sync_threads();
     wait_for_previous_kernel();
     let_next_kernel_start();
-  }
-  DEVICE void leave(uint64_t* barrier) const {
-    sync_warp();
-    if (lane == 0) barrier_arrive(barrier);
   }
 
   // ---- the warpgroup that decodes: four lanes a key, and two keys a lane ----
