@@ -46,9 +46,9 @@ def placed_apart(model: DeepseekV4) -> None:
     model.tables = tables_of(model, "reference")
 
 
-def eight_mixed(model: DeepseekV4) -> None:
-    """Streams sum the experts' outputs of up to eight rows."""
-    device_streams.MIXED_ROWS = 8
+def eight_told(model: DeepseekV4) -> None:
+    """Up to eight rows of streams are told their parts and sum the experts' outputs."""
+    device_streams.TELL_ROWS = 8
 
 
 def choices_of_4096(model: DeepseekV4) -> None:
@@ -91,7 +91,7 @@ VARIANTS: dict[str, list[Change]] = {
     "placed apart": [placed_apart],
     "choices of 4096": [choices_of_4096],
     "choices of 2048": [choices_of_2048],
-    "eight mixed": [eight_mixed],
+    "eight told": [eight_told],
     "joined at once": [joined_at_once],
     "heads in fours": [heads_in_fours],
     "heads in twos": [heads_in_twos],
@@ -101,7 +101,7 @@ VARIANTS: dict[str, list[Change]] = {
 KEPT = [
     (place, name, getattr(place, name))
     for place, name in (
-        (device_streams, "MIXED_ROWS"),
+        (device_streams, "TELL_ROWS"),
         (triton_indexer, "CHUNK"),
         (triton_attention, "TILES_AHEAD"),
         (triton_rows, "HEADS_EACH"),

@@ -115,7 +115,7 @@ def moe(
         and paired_experts.fits(device.launcher, pool, expert)
     ):
         few = _few(layer, pool, expert)
-        readable = x.num_rows <= device_streams.MIXED_ROWS and router.top_k <= MAX_CHOICES
+        readable = x.num_rows <= device_streams.TELL_ROWS and router.top_k <= MAX_CHOICES
         return few if on_read and readable else few.add()
     if x.num_rows > device_gemm.STREAM_ROWS:
         many = _many(layer, pool)

@@ -19,7 +19,6 @@ from moet.kernels.stream_gemm import pointer
 MULT, BLOCK, PARTS = 4, 128, 32
 MAX_DIM = 4096
 FUSED_ROWS = 4  # of one launch; a row's last CTA finishes it alone, so more rows get another
-MIXED_ROWS = 4  # up to here the experts' outputs are summed on their way in, see mixes_on_read
 CODED_ROWS = 256  # steps of more rows are multiplied in tiles that round their inputs themselves
 TILED_ROWS = 64  # beyond, a CTA has rows enough to read its part of fn only once
 STEP_THREADS, TILE_THREADS = 288, 256
@@ -29,7 +28,9 @@ TILE_PASS = {"sm90a": 48, "sm120a": 32}  # rows that the warps of a CTA take at 
 TILE_SHARED = 24 * MULT * BLOCK * 4  # and for each of those rows
 TILE_ROW_SHARED = (MULT + 1) * (BLOCK * 2 + 16)  # streams and y, gates
 MIXED_TILE_SHARED = TILE_PASS["sm90a"] * MAX_CHOICES * BLOCK * 2 + 8 * 32  # parts, ids: more
-TELL_ROWS = 4  # at most, of which each has a CTA that is told its parts
+TELL_ROWS = (
+    4  # at most, of which each has a CTA that is told its parts and experts' outputs are summed
+)
 TELL_THREADS, TELL_SHARED = 256, 34896
 
 POINTERS = (
@@ -160,7 +161,7 @@ def mixes_on_read(device: Device, mixture: Mixture) -> bool:
     (num_rows, dim), tiled = mixture.shared.shape, device.arch == "sm90a"
     if dim > MAX_DIM or mixture.top_k > MAX_CHOICES:
         return False
-    return num_rows <= MIXED_ROWS or (tiled and num_rows > TILED_ROWS and mixture.weights is None)
+    return num_rows <= TELL_ROWS or (tiled and num_rows > TILED_ROWS and mixture.weights is None)
 
 
 def _fill(args: StreamsArgs, mixture: Mixture) -> None:
@@ -181,7 +182,8 @@ def _launch(device: Device, args: StreamsArgs) -> None:
     if args.rows <= TILED_ROWS or args.outs != MULT * (2 + MULT):
         args.rows_each = 1 if fused else -(-args.rows // STEP_GROUPS)
         grid = (blocks * -(-args.outs // 8), -(-args.rows // args.rows_each))
-        name = _step_kernel(args)
+        # A row alone, which nothing joins, has CTAs few enough to hold what they finish with.
+        name = "streams_step_held" if args.rows == 1 else "streams_step"
         launcher.launch(name, grid=grid, threads=STEP_THREADS, shared_bytes=STEP_SHARED, args=args)
     else:
         tile_pass, mixed = TILE_PASS[device.arch], bool(args.parts)
@@ -229,13 +231,6 @@ def _balance(logits: Tensor, site: Site) -> Tensor:
     launcher = site.fn.device.launcher
     launcher.launch("streams_balance", grid=len(mix), threads=32, shared_bytes=0, args=args)
     return mix
-
-
-def _step_kernel(args: StreamsArgs) -> str:
-    """A row alone, which nothing joins, has CTAs few enough to hold what they finish with."""
-    if args.rows == 1:
-        return "streams_step_held"
-    return "streams_step_mixed" if args.parts else "streams_step"
 
 
 def _tile_rows(num_rows: int, tile_pass: int, blocks: int, num_sms: int) -> int:

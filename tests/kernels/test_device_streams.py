@@ -126,10 +126,7 @@ def test_a_row_has_the_same_bits_in_any_company(
 
 
 @pytest.mark.parametrize("weigh", [False, True])
-def test_a_mixture_is_summed_on_its_way_in(
-    device: Device, weigh: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(device_streams, "FUSED_ROWS", 4 if weigh else 2)  # one launch, or two
+def test_a_mixture_is_summed_on_its_way_in(device: Device, weigh: bool) -> None:
     placed, (_, streams, post, mix) = on(device, site(24)), step(3)
     draw = torch.Generator().manual_seed(5)
     parts = torch.randn(3, 6, DIM, generator=draw).bfloat16()
@@ -200,19 +197,21 @@ def test_rows_that_are_told_have_the_bits_of_a_grid(
 ) -> None:
     """Behind experts and then behind attention, whose pass finds the first one's logits. Of 2,176
     channels the last thread that finishes has a second group, of 1,152 half a warp has none."""
-    monkeypatch.setattr(device_streams, "MIXED_ROWS", 8)
     placed, (y, streams, post, mix) = on(device, site(24, dim)), step(8, dim)
     draw = torch.Generator().manual_seed(5)
     parts = torch.randn(8, 2, dim, generator=draw).bfloat16()
     factors = torch.rand(8, 2, generator=draw)
     ids = torch.arange(16).view(8, 2)
     ids[2, 0] = -1
+    total = parts[:, 0].float() * factors[:, :1] + parts[:, 1].float() * factors[:, 1:]
+    total[2] = 0
+    summed = (total + y.float()).bfloat16()
     run = hc_pass.bind(arch=device.arch, dim=dim, **FACTS)
 
     def passes(rows: slice, most: int) -> tuple[Sequence[Made], Sequence[Made]]:
         monkeypatch.setattr(device_streams, "TELL_ROWS", most)
         of_rows = parts[rows].flatten(0, 1)
-        given = Mixture(of_rows, y[rows], factors[rows], ids[rows], lambda: y)
+        given = Mixture(of_rows, y[rows], factors[rows], ids[rows], lambda: summed[rows])
         first = run(given, streams[rows], post[rows], mix[rows], placed)
         return first, run(y[rows], first[0], first[2], first[3], placed)
 

@@ -5,12 +5,10 @@
 #include "hyper_tell.cuh"
 #include "hyper_tiles.cuh"
 
-KERNEL(STEP_THREADS, 2) streams_step(GRID_CONSTANT StreamsArgs p) { run_step<false, false>(p); }
+KERNEL(STEP_THREADS, 2) streams_step(GRID_CONSTANT StreamsArgs p) { run_step<false>(p); }
 LAUNCHABLE(streams_step, StreamsArgs, STEP_THREADS)
-KERNEL(STEP_THREADS, 1) streams_step_held(GRID_CONSTANT StreamsArgs p) { run_step<true, false>(p); }
+KERNEL(STEP_THREADS, 1) streams_step_held(GRID_CONSTANT StreamsArgs p) { run_step<true>(p); }
 LAUNCHABLE(streams_step_held, StreamsArgs, STEP_THREADS)
-KERNEL(STEP_THREADS, 2) streams_step_mixed(GRID_CONSTANT StreamsArgs p) { run_step<false, true>(p); }
-LAUNCHABLE(streams_step_mixed, StreamsArgs, STEP_THREADS)
 
 KERNEL(TELL_THREADS, 4) streams_tell(GRID_CONSTANT StreamsArgs p) { run_tell<false>(p); }
 LAUNCHABLE(streams_tell, StreamsArgs, TELL_THREADS)

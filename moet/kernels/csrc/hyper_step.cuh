@@ -132,16 +132,15 @@ DEVICE void finish_row(const StreamsArgs& p, int row, float* shared, const SiteV
 
 // Few rows. Grid: blocks times groups of eight fn rows, then groups of rows_each rows. A warp has one
 // row of fn in registers. The CTA that is last of its rows finishes them. HELD: a row alone, which
-// nothing joins; what finishing reads of the site is read at once. MIXED: y is summed from a mixture's
-// parts.
-template <bool HELD, bool MIXED>
+// nothing joins; what finishing reads of the site is read at once.
+template <bool HELD>
 DEVICE void run_step(const StreamsArgs& p) {
   float* shared = reinterpret_cast<float*>(dynamic_shared());
   int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, blocks = p.dim / BLOCK;
   int block = static_cast<int>(blockIdx.x) % blocks, group = static_cast<int>(blockIdx.x) / blocks;
   int out = group * 8 + warp, channel = block * BLOCK + lane * 4;
   int first = blockIdx.y * p.rows_each, last = first + p.rows_each < p.rows ? first + p.rows_each : p.rows;
-  bool multiplies = warp < 8 && out < p.outs, leads = group == 0 && warp == 0, passes = MIXED || (!HELD && p.y);
+  bool multiplies = warp < 8 && out < p.outs, leads = group == 0 && warp == 0, passes = !HELD && p.y;
   uint4 fn[MULT];
 #pragma unroll
   for (int k = 0; k < MULT; k++)
@@ -158,10 +157,7 @@ DEVICE void run_step(const StreamsArgs& p) {
 #pragma unroll
       for (int k = 0; k < MULT; k++) old[k] = *reinterpret_cast<const uint2*>(streams + k * p.dim);
       if (passes) {
-        if constexpr (MIXED)
-          y = sum_of_parts(p, row, channel);
-        else
-          y = *reinterpret_cast<const uint2*>(p.y + uint64_t(row) * p.dim + channel);
+        y = *reinterpret_cast<const uint2*>(p.y + uint64_t(row) * p.dim + channel);
 #pragma unroll
         for (int k = 0; k < MULT; k++) post[k] = p.post[uint64_t(row) * MULT + k];
 #pragma unroll

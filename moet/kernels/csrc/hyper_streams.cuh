@@ -98,12 +98,8 @@ DEVICE uint2 mix_four(const uint2* old, uint2 y, float gate, const float* column
   return {packed(sum.v[0], sum.v[1]), packed(sum.v[2], sum.v[3])};
 }
 
-// Four channels. FRESH: past the cache of this SM, for kernels that tell, which read ahead of their wait, too.
-template <bool FRESH>
-DEVICE uint2 load_pairs(const uint16_t* p) {
-  const uint2* from = reinterpret_cast<const uint2*>(p);
-  return FRESH ? load_fresh(from) : *from;
-}
+// Four channels, past the cache of this SM: kernels that tell read ahead of their wait, too.
+DEVICE uint2 load_pairs(const uint16_t* p) { return load_fresh(reinterpret_cast<const uint2*>(p)); }
 
 // Four channels of y before they are one.
 struct Parts {
@@ -129,19 +125,18 @@ DEVICE uint2 add_parts(const Parts& parts, const Shares& s) {
 }
 
 // Four channels of y from its parts. All of them are read before any is added.
-template <bool FRESH = false>
 DEVICE uint2 sum_of_parts(const StreamsArgs& p, int row, int channel) {
   Shares s;
   Parts parts;
   int first = row * p.top_k;
   s.choices = load_fresh(reinterpret_cast<const uint32_t*>(p.expert_ids + first) + 1) >> 31 ? 0 : p.top_k;
-  parts.shared = load_pairs<FRESH>(p.shared + uint64_t(row) * p.dim + channel);
+  parts.shared = load_pairs(p.shared + uint64_t(row) * p.dim + channel);
 #pragma unroll
   for (int k = 0; k < MAX_PARTS; k++) {
     parts.part[k] = {0, 0}, s.weight[k] = 1.0f;
     if (k >= p.top_k) continue;
-    parts.part[k] = load_pairs<FRESH>(p.parts + uint64_t(first + k) * p.dim + channel);
-    if (p.part_weights) s.weight[k] = FRESH ? load_fresh(p.part_weights + first + k) : p.part_weights[first + k];
+    parts.part[k] = load_pairs(p.parts + uint64_t(first + k) * p.dim + channel);
+    if (p.part_weights) s.weight[k] = load_fresh(p.part_weights + first + k);
   }
   return add_parts(parts, s);
 }

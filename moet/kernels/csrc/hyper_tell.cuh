@@ -107,15 +107,15 @@ struct Multiplies {
       s.fn[k][threadIdx.x] = *reinterpret_cast<const uint4*>(p.fn + (uint64_t(out) * MULT + k) * p.dim + channel);
     if (row >= p.rows) return;
 #pragma unroll
-    for (int k = 0; k < MULT; k++) old[k] = load_pairs<true>(p.streams + (row * MULT + k) * p.dim + channel);
+    for (int k = 0; k < MULT; k++) old[k] = load_pairs(p.streams + (row * MULT + k) * p.dim + channel);
   }
   DEVICE void run() {
     if (row < p.rows) {
       uint2 y;
       if constexpr (MIXED)
-        y = sum_of_parts<true>(p, row, channel);
+        y = sum_of_parts(p, row, channel);
       else
-        y = load_pairs<true>(p.y + row * p.dim + channel);
+        y = load_pairs(p.y + row * p.dim + channel);
 #pragma unroll 1
       for (int k = warp * streams % MULT, end = k + streams; k < end; k++)
         s.mixed[row][k][lane] = mix_four(old, y, s.post[row * MULT + k], s.mix + row * MULT * MULT + k);
