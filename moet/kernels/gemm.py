@@ -25,7 +25,8 @@ MAX_SLICES = 4  # of a product's inputs, the most ranks that can share it
 def matmul(x: Tensor, weight: Tensor) -> Tensor:
     """x @ weight.T with a result per row that is a function of that row and weight alone.
 
-    x: [n, K] fp32, n may be 0. weight: [N, K] fp32, any strides. Returns [n, N] fp32, contiguous.
+    x: [n, K] fp32, n may be 0. weight: [N, K] fp32; its memory order may show in the last bits (it
+    does with AVX2), so all forms of a weight are `streamed`. Returns [n, N] fp32, contiguous.
     A CPU library picks its kernel by the number of rows and splits long sums over its threads, so
     the same row differs in the last bits between batches; fixed tiles of 16 rows by 256 inputs,
     summed in ascending order, do not.
