@@ -19,19 +19,24 @@ TILE_ROWS = 16  # rows of one library call; fewer are padded with zeros
 BLOCK_K = (
     256  # inputs of one library call; longer ones are split by thread count inside the library
 )
+MIN_OUT = 16  # outputs that a tile has at least
 MAX_SLICES = 4  # of a product's inputs, the most ranks that can share it
 
 
 def matmul(x: Tensor, weight: Tensor) -> Tensor:
     """x @ weight.T with a result per row that is a function of that row and weight alone.
 
-    x: [n, K] fp32, n may be 0. weight: [N, K] fp32; its memory order may show in the last bits (it
-    does with AVX2), so all forms of a weight are `streamed`. Returns [n, N] fp32, contiguous.
+    x: [n, K] fp32, n may be 0. weight: [N, K] fp32, any strides. Returns [n, N] fp32, contiguous.
     A CPU library picks its kernel by the number of rows and splits long sums over its threads, so
     the same row differs in the last bits between batches; fixed tiles of 16 rows by 256 inputs,
-    summed in ascending order, do not.
+    summed in ascending order, do not. Nor do tiles of 16 outputs and more; with AVX2, fewer show
+    a row's place and the memory order of the weight.
     """
     num_rows, width = x.shape
+    num_out = weight.shape[0]
+    if num_out < MIN_OUT:
+        padded = torch.cat([weight, weight.new_zeros(MIN_OUT - num_out, width)])
+        return matmul(x, streamed(padded))[:, :num_out].contiguous()
     if num_rows == 1:  # the other rows of a tile may be anything
         return _tile(x.expand(TILE_ROWS, width), weight.t())[:1]
     if num_rows % TILE_ROWS:

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moet.kernels.gemm import matmul, matmul_slices, streamed, tree_sum
+from moet.kernels.gemm import matmul, matmul_slices, tree_sum
 from moet.kernels.quant import FP8_BLOCK, fp8_qdq
 from moet.kernels.registry import GPU_ARCHS, op
 from moet.kernels.scalars import scalar
@@ -185,8 +185,7 @@ def expert_mixture(
     chosen = list(choices)
     for first in range(0, len(chosen), EXPERTS_AT_ONCE):
         group = chosen[first : first + EXPERTS_AT_ONCE]
-        # In one memory order whatever the format: a product's last bits may depend on it.
-        experts = [[streamed(w) for w in table.matrices(expert_id)] for expert_id in group]
+        experts = [table.matrices(expert_id) for expert_id in group]
         sizes = [len(choices[expert_id]) for expert_id in group]
         places = torch.tensor([place for expert_id in group for place in choices[expert_id]])
         rows = torch.split(inputs[places // top_k], sizes)
