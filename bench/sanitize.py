@@ -63,6 +63,18 @@ def pool_of(format: ExpertRows) -> ExpertPool:
     return ExpertPool(format, torch.stack(rows).cuda(), bases.cuda())
 
 
+def fp8_matrix(n: int, k: int) -> tuple[Tensor, Tensor]:
+    """Random weights and their scales."""
+    weight = torch.randn(n, k).to(torch.float8_e4m3fn)
+    return weight, torch.full((-(-n // 128), -(-k // 128)), 2.0**-4)
+
+
+def workspace(num_values: int, num_counters: int = 4096) -> Workspace:
+    """Room for sums of slices."""
+    counters = torch.zeros(num_counters, dtype=torch.int32).cuda()
+    return Workspace(torch.empty(num_values, device="cuda"), counters)
+
+
 def same(kernels: Kernels, error: Tensor, found: Tensor, expected: Tensor) -> None:
     torch.cuda.synchronize(kernels.device)
     if int(error.cpu()):
@@ -102,14 +114,11 @@ def experts(kernels: Kernels, error: Tensor, kind: type[ExpertRows]) -> None:
 def dense(kernels: Kernels, error: Tensor, codec: str, n: int, k: int) -> None:
     """A dense product, prefilled and streamed, columns in slices."""
     if codec == "fp8":
-        weight = torch.randn(n, k).to(torch.float8_e4m3fn)
-        linear = StreamLinear.fp8(weight, torch.full((-(-n // 128), -(-k // 128)), 2.0**-4))
+        linear = StreamLinear.fp8(*fp8_matrix(n, k))
     else:
         linear = StreamLinear.bf16(torch.randn(n, k).bfloat16())
     linear, x = linear.to("cuda"), torch.randn(TOKENS, k).bfloat16().cuda()
-    space = Workspace(
-        torch.empty(64 * TOKENS * n, device="cuda"), torch.zeros(4096, dtype=torch.int32).cuda()
-    )
+    space = workspace(64 * TOKENS * n)
     tiles = prefill_gemm.make_tiles(kernels, x, fp8=codec == "fp8")
     operand, scale = quantise(kernels, x) if codec == "fp8" else (x, None)
     for output in ("bf16", "f32"):
@@ -121,16 +130,10 @@ def dense(kernels: Kernels, error: Tensor, codec: str, n: int, k: int) -> None:
 def shared(kernels: Kernels, error: Tensor) -> None:
     """The shared expert, prefilled and streamed."""
 
-    def matrix(n: int, k: int) -> tuple[Tensor, Tensor]:
-        weight = torch.randn(n, k).to(torch.float8_e4m3fn)
-        return weight, torch.full((-(-n // 128), -(-k // 128)), 2.0**-4)
-
     i, d = INTERMEDIATE, HIDDEN
-    expert = SharedExpert.fp8(matrix(i, d), matrix(i, d), matrix(d, i)).to("cuda")
+    expert = SharedExpert.fp8(fp8_matrix(i, d), fp8_matrix(i, d), fp8_matrix(d, i)).to("cuda")
     x = torch.randn(TOKENS, d).bfloat16().cuda()
-    space = Workspace(
-        torch.empty(1 << 20, device="cuda"), torch.zeros(4096, dtype=torch.int32).cuda()
-    )
+    space = workspace(1 << 20)
     tiles = prefill_gemm.make_tiles(kernels, x)
     found = prefill_gemm.shared_expert(kernels, expert, tiles, TOKENS, limit=10.0, error=error)
     q, scale = quantise(kernels, x)
@@ -141,17 +144,11 @@ def shared(kernels: Kernels, error: Tensor) -> None:
 def pairs(kernels: Kernels, error: Tensor, kind: type[ExpertRows], t: int) -> None:
     """A step of t rows whose shared expert runs beside the choice and the routed ones."""
 
-    def matrix(n: int, k: int) -> tuple[Tensor, Tensor]:
-        weight = torch.randn(n, k).to(torch.float8_e4m3fn)
-        return weight, torch.full((-(-n // 128), -(-k // 128)), 2.0**-4)
-
     i, d = INTERMEDIATE, HIDDEN
     pool = pool_of(kind(d, i))
-    expert = SharedExpert.fp8(matrix(i, d), matrix(i, d), matrix(d, i)).to("cuda")
+    expert = SharedExpert.fp8(fp8_matrix(i, d), fp8_matrix(i, d), fp8_matrix(d, i)).to("cuda")
     router = Router(StreamLinear.bf16(torch.randn(EXPERTS, d).bfloat16()).to("cuda"), 2, 1.5)
-    space = Workspace(
-        torch.empty(1 << 16, device="cuda"), torch.zeros(64, dtype=torch.int32).cuda()
-    )
+    space = workspace(1 << 16, 64)
     x, slot_of = torch.randn(t, d).bfloat16().cuda(), torch.arange(EXPERTS).cuda()
     codes, scale = quantise(kernels, x)
     begun = paired_experts.begin(
@@ -170,11 +167,8 @@ def pairs(kernels: Kernels, error: Tensor, kind: type[ExpertRows], t: int) -> No
 
 def short(kernels: Kernels, error: Tensor, n: int, k: int) -> None:
     """A product of three rows whose slices a cluster sums, or that has one, against the stream."""
-    weight = torch.randn(n, k).to(torch.float8_e4m3fn)
-    linear = StreamLinear.fp8(weight, torch.full((n // 128, k // 128), 2.0**-4)).to("cuda")
-    space = Workspace(
-        torch.empty(64 * 3 * n, device="cuda"), torch.zeros(4096, dtype=torch.int32).cuda()
-    )
+    linear = StreamLinear.fp8(*fp8_matrix(n, k)).to("cuda")
+    space = workspace(64 * 3 * n)
     codes, scale = quantise(kernels, torch.randn(3, k).bfloat16().cuda())
     found = short_stream.multiply(kernels, linear, codes, scale, error=error)
     if found is None:

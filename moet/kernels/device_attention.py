@@ -13,7 +13,7 @@ from torch import Tensor
 from moet.kernels import row_attention
 from moet.kernels.attention import Sink, WindowKeys
 from moet.kernels.device_gemm import STREAM_ROWS
-from moet.kernels.prefill_gemm import Tiles
+from moet.kernels.prefill_gemm import empty_tiles
 from moet.kernels.quant import FP8_BLOCK, Activations
 from moet.kernels.stream_gemm import Launcher, pointer
 from moet.kernels.window_arguments import HEADS, WIDTH, window_arguments
@@ -52,15 +52,13 @@ class PlacedSink:
 def _output(num_rows: int, num_groups: int, tiled: bool, device: torch.device) -> Activations:
     """Room for what a chunk's attention makes."""
     width, row_groups = HEADS * WIDTH // num_groups, num_rows * num_groups
-    chunks = width // FP8_BLOCK
     if tiled:
-        shape = num_groups * -(-num_rows // TILE_ROWS), chunks, TILE_ROWS * (FP8_BLOCK + 4)
-        data = torch.empty(shape, dtype=torch.uint8, device=device)
-        return Activations(None, tiles=Tiles(data, width, TILE_ROWS, row_groups))
+        count = num_groups * -(-num_rows // TILE_ROWS)
+        tiles = empty_tiles(count, row_groups, width, TILE_ROWS, device=device)
+        return Activations(None, tiles=tiles)
     codes = torch.empty(row_groups, width, dtype=torch.uint8, device=device)
-    return Activations(
-        None, codes, torch.empty(row_groups, chunks, dtype=torch.float32, device=device)
-    )
+    scale = torch.empty(row_groups, width // FP8_BLOCK, dtype=torch.float32, device=device)
+    return Activations(None, codes, scale)
 
 
 def attend_chunk(

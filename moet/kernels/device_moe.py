@@ -5,6 +5,7 @@ Few rows stream the weights, many share tiles; both give a row the same bits. Kn
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -86,6 +87,10 @@ class _Layer:
         """The weights, if they weigh what goes into the down projections."""
         return None if self.weigh_output else weights
 
+    def outer(self, weights: Tensor) -> Tensor | None:
+        """The weights, if they weigh what comes out."""
+        return weights if self.weigh_output else None
+
     def coded(self) -> _Layer:
         """The same with the codes of few rows made."""
         x = Activations(self.x.values, *stream_experts.coded(self.device.launcher, self.x))
@@ -143,17 +148,9 @@ def _many(layer: _Layer, pool: ExpertPool) -> Mixture:
         limit=layer.limit,
         error=device.error,
     )
-    outer = weights if layer.weigh_output else None
-    add = partial(
-        stream_experts.combine,
-        device.launcher,
-        parts,
-        top_k=layer.router.top_k,
-        weights=outer,
-        shared=dense,
-        dtype=torch.bfloat16,
+    return Mixture(
+        parts, dense, layer.outer(weights), expert_ids, _adder(layer, parts, weights, dense)
     )
-    return Mixture(parts, dense, outer, expert_ids, add)
 
 
 def _some(layer: _Layer, pool: ExpertPool) -> Tensor:
@@ -214,15 +211,21 @@ def _routed(layer: _Layer, pool: ExpertPool, work: Work, weights: Tensor, *, ear
     return pool.down(device.launcher, hidden, work, error=device.error, early=True)
 
 
-def _sum(layer: _Layer, parts: Tensor, weights: Tensor, shared: Tensor) -> Tensor:
-    return stream_experts.combine(
+def _adder(layer: _Layer, parts: Tensor, weights: Tensor, shared: Tensor) -> Callable[[], Tensor]:
+    """Makes the layer's output, [T, D] bf16; holds nothing else of the layer."""
+    return partial(
+        stream_experts.combine,
         layer.device.launcher,
         parts,
         top_k=layer.router.top_k,
-        weights=weights if layer.weigh_output else None,
+        weights=layer.outer(weights),
         shared=shared,
         dtype=torch.bfloat16,
     )
+
+
+def _sum(layer: _Layer, parts: Tensor, weights: Tensor, shared: Tensor) -> Tensor:
+    return _adder(layer, parts, weights, shared)()
 
 
 def _gated(gate_up: Tensor, limit: float | None) -> Tensor:
@@ -301,14 +304,16 @@ def _parts(
             error=error,
         )
         return pool.down(launcher, hidden, work, error=error)
-    rows = prefill_gemm.entry_rows(launcher, stream_experts.codec_of(pool.format))
-    work = prefill_gemm.plan_chunk(launcher, expert_ids, slot_of, rows)
-    tiles = prefill_gemm.make_tiles(launcher, x.plain(), work=work, top_k=top_k)
-    hidden = prefill_gemm.gate_up(
-        launcher, pool, tiles, work, pair_weight=pair_weight, limit=limit, error=error
+    return prefill_gemm.routed(
+        launcher,
+        pool,
+        x.plain(),
+        expert_ids,
+        slot_of,
+        pair_weight=pair_weight,
+        limit=limit,
+        error=error,
     )
-    tiles = prefill_gemm.make_tiles(launcher, hidden, work=work)
-    return prefill_gemm.down(launcher, pool, tiles, work, error=error)
 
 
 def _few(layer: _Layer, pool: ExpertPool, shared: SharedExpert) -> Mixture:

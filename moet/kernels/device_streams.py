@@ -28,9 +28,7 @@ TILE_PASS = {"sm90a": 48, "sm120a": 32}  # rows that the warps of a CTA take at 
 TILE_SHARED = 24 * MULT * BLOCK * 4  # and for each of those rows
 TILE_ROW_SHARED = (MULT + 1) * (BLOCK * 2 + 16)  # streams and y, gates
 MIXED_TILE_SHARED = TILE_PASS["sm90a"] * MAX_CHOICES * BLOCK * 2 + 8 * 32  # parts, ids: more
-TELL_ROWS = (
-    4  # at most, of which each has a CTA that is told its parts and experts' outputs are summed
-)
+TELL_ROWS = 4  # up to here each row has a CTA that is told its parts, and may be a mixture
 TELL_THREADS, TELL_SHARED = 256, 34896
 
 POINTERS = (

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moet.kernels.quant import FP8_BLOCK, Activations, e4m3_values, plain_values
@@ -35,8 +36,8 @@ def matmul(x: Tensor, weight: Tensor) -> Tensor:
     num_rows, width = x.shape
     num_out = weight.shape[0]
     if num_out < MIN_OUT:
-        padded = torch.cat([weight, weight.new_zeros(MIN_OUT - num_out, width)])
-        return matmul(x, streamed(padded))[:, :num_out].contiguous()
+        padded = F.pad(weight, (0, 0, 0, MIN_OUT - num_out))
+        return matmul(x, padded)[:, :num_out].contiguous()
     if num_rows == 1:  # the other rows of a tile may be anything
         return _tile(x.expand(TILE_ROWS, width), weight.t())[:1]
     if num_rows % TILE_ROWS:

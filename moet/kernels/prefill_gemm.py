@@ -148,6 +148,15 @@ def plan_chunk(launcher: Launcher, expert_ids: Tensor, slot_of: Tensor, rows: in
     return work
 
 
+def empty_tiles(
+    count: int, num_rows: int, k: int, rows: int, *, fp8: bool = True, device: torch.device
+) -> Tiles:
+    """Room for so many tiles of `rows` rows with k columns."""
+    chunks = -(-k // 128) * (1 if fp8 else 2)  # planes are padded to 128 columns
+    shape = count, chunks, rows * (132 if fp8 else 128)
+    return Tiles(torch.empty(shape, dtype=torch.uint8, device=device), k, rows, num_rows)
+
+
 def make_tiles(
     launcher: Launcher,
     x: Tensor,
@@ -164,11 +173,10 @@ def make_tiles(
     the rows of x in order.
     """
     rows, (num_rows, k) = rows or tile_rows(launcher), x.shape
-    chunks = -(-k // 128) * (1 if fp8 else 2)  # planes are padded to 128 columns
     count = -(-num_rows // rows) if work is None else work.entries.shape[0]
-    row_bytes = 132 if fp8 else 128
-    data = torch.empty(count, chunks, rows * row_bytes, dtype=torch.uint8, device=x.device)
-    args = TileArgs(x.data_ptr(), data.data_ptr())
+    tiles = empty_tiles(count, num_rows, k, rows, fp8=fp8, device=x.device)
+    chunks = tiles.data.shape[1]
+    args = TileArgs(x.data_ptr(), tiles.data.data_ptr())
     if work is not None:
         args.entries, args.num_entries = work.entries.data_ptr(), work.num_entries.data_ptr()
         args.pairs = work.pairs.data_ptr()
@@ -182,7 +190,7 @@ def make_tiles(
             shared_bytes=0,
             args=args,
         )
-    return Tiles(data, k, rows, num_rows)
+    return tiles
 
 
 def _shared_bytes(launcher: Launcher, name: str, rows: int, waiting: int) -> int:

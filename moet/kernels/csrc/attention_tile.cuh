@@ -3,6 +3,8 @@
 #pragma once
 #include "tile.cuh"
 
+DEVICE float maximum(float a, float b) { return fmaxf(a, b); }  // one instruction; of numbers, as larger
+
 #ifdef MOET_EMULATE
 namespace emulation {
 inline double swizzled(const uint8_t* block, int row, int column) {
@@ -41,7 +43,6 @@ DEVICE void multiply_columns(float* d, const uint32_t* a, const uint8_t* b, int 
   });
 }
 DEVICE float mul_rn(float a, float b) { return a * b; }
-DEVICE float maximum(float a, float b) { return fmaxf(a, b); }
 DEVICE float exp2_approx(float v) { return exp2f(v); }
 DEVICE float div_full(float a, float b) { return a / b; }
 DEVICE uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
@@ -50,7 +51,6 @@ DEVICE uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
 }
 #else
 DEVICE float mul_rn(float a, float b) { return __fmul_rn(a, b); }
-DEVICE float maximum(float a, float b) { return fmaxf(a, b); }  // one instruction; of numbers, as larger
 DEVICE float exp2_approx(float v) {
   float r;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));

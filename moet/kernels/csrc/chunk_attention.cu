@@ -358,8 +358,8 @@ struct ChunkAttention : HeadRows<DIM / 64> {
     int tiles = (p.rows + TILE_TOKENS - 1) / TILE_TOKENS, token = row % TILE_TOKENS, of = head / p.group_heads;
     int64_t tile = int64_t(of) * tiles + row / TILE_TOKENS;
     uint8_t* stage = p.codes + ((tile * p.group_heads + head - of * p.group_heads) * CHUNKS + first) * STAGE;
-    uint8_t* pieces = stage + TILE_TOKENS * 4 + piece_of_token(token);
-    return {pieces, stage + scale_of_token(token) * 4, STAGE, STAGE, PIECE_BYTES};
+    uint8_t* pieces = stage + scale_bytes(TILE_TOKENS, true) + piece_of_token(token);
+    return {pieces, stage + token * 4, STAGE, STAGE, PIECE_BYTES};
   }
 
   // 128 values of a head, [2][n][4] from v and w on, a pair of each four this lane's: rounded to bf16, then to

@@ -2,7 +2,6 @@
 // tokens on sm_90a, 64 on sm_120a.
 #include "chunk_plan.cuh"
 #include "prefill_gemm.cuh"
-#include "token_tile.cuh"
 
 struct TileArgs {
   const uint16_t* x;     // [rows, k] bf16
@@ -43,8 +42,8 @@ DEVICE void lay_chunks(const TileArgs& p, int e, int first_chunk) {
       amax = larger(amax, shuffle_xor(amax, 16));
       int exponent = activation_exponent(amax);
       quantise_words(words, power_of_two(-exponent), a, b);
-      if (block == 0) reinterpret_cast<float*>(stage)[scale_of_token(token)] = power_of_two(exponent);
-      to += p.tokens * 4;
+      if (block == 0) reinterpret_cast<float*>(stage)[token] = power_of_two(exponent);
+      to += scale_bytes(p.tokens, true);
     } else {
       uint4 u = {0, 0, 0, 0}, v = u;
       if (valid) u = reinterpret_cast<const uint4*>(from)[0], v = reinterpret_cast<const uint4*>(from)[1];

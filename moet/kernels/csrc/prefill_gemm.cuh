@@ -11,6 +11,7 @@
 #include "nvfp4.cuh"
 #include "stream_gemm.cuh"
 #include "tile.cuh"
+#include "token_tile.cuh"
 
 constexpr int PREFILL_THREADS = 384;  // two warpgroups that multiply, one whose first thread copies
 constexpr int STAGED_COLUMNS = 72;    // of a staged token: 64, and room that keeps banks apart
@@ -27,8 +28,8 @@ struct PrefillGemm {
   static constexpr bool POWERS = has_scale_plane(CODEC);      // weight scales ride in exponents
   static constexpr bool PLANE = POWERS || CODEC == NVFP4;     // a word of scales a lane
   // A stage: the scales of a chunk's tokens, then the tokens. A place: a chunk's weights, of all lanes.
-  static constexpr int TOKEN_SCALE_BYTES = SCALED ? TOKENS * 4 : 0;
-  static constexpr int STAGE_BYTES = TOKEN_SCALE_BYTES + TOKENS * 128;
+  static constexpr int TOKEN_SCALE_BYTES = scale_bytes(TOKENS, SCALED);
+  static constexpr int STAGE_BYTES = stage_bytes(TOKENS, SCALED);
   static constexpr int CODE_PLACE_BYTES = THREADS * WORDS * 16;
   static constexpr bool BASES = POWERS && MOET_SM == 90;
   static constexpr int PLACE_BYTES = CODE_PLACE_BYTES + (BASES ? THREADS * 8 : PLANE ? THREADS * 4 : CODEC == FP8 ? 64 : 0);
